@@ -3,7 +3,6 @@
 import dataclasses
 import os
 import pathlib
-import re
 import subprocess
 import sys
 
@@ -16,28 +15,11 @@ from nm_sparsity_jax.runs import paper
 
 pytest.importorskip("gin", reason="pip install gin-config")
 ROOT = pathlib.Path(__file__).resolve().parents[1]
-GIN = ROOT / "gin_configs"
-FILES = sorted(str(p.relative_to(ROOT)) for p in GIN.rglob("*.gin"))
 T5 = "gin_configs/models/t5.gin"
 
 
 def config(files, bindings=()):
   return gin_files.Config([ROOT], files, bindings)
-
-
-# --- the texts ------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("file", FILES)
-def test_a_file_says_what_it_is_and_imports_before_use(file):
-  lines = (ROOT / file).read_text().splitlines()
-  assert lines[0].startswith("# ")
-  code = [line for line in lines if line and not line.startswith("#")]
-  imports = [line for line in code if re.match(r"(from|import) ", line)]
-  assert code[: len(imports)] == imports
-  assert imports[0] == "from __gin__ import dynamic_registration"
-  if "/t5x_" not in file:  # plan reads it where neither T5X nor TensorFlow is
-    assert all(re.match(r"from (__gin__|nm_sparsity_jax)\b|import optax$", x) for x in imports)
 
 
 # --- without T5X ----------------------------------------------------------------------------------

@@ -45,13 +45,13 @@ IDP, SR_STE = (nms.Rules({"ff": recipe(name)}) for name in ("idp", "sr_ste"))
 )
 def test_a_run_counts_equals_dense_at_first_and_ends_sparse(network, optimizer, rules):
   model = make(rules, network, optimizer)
-  run = begin(model, network=network)
+  run = begin(model)
   step, effective = run._partitioned_train_step, jax.jit(model.effective)
   state = run.train_state
   for t in range(PHASES.total):
     if t in (0, PHASES.dense - 1):
       assert_equal(effective(state.params, state.flax_mutables), state.params)
-    state, _ = step(state, batch_of(t, network=network))
+    state, _ = step(state, batch_of(t))
     assert int(mine(state)["step"]) == t + 1
   rules = model.stored_rules
   final = nms.finalize(state.params, rules, *model.read(state.flax_mutables))
@@ -150,16 +150,14 @@ def test_the_step_counts_applied_updates():
 # --- what the model sees ------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("network", ["t5", "ours_scanned", "decoder"])
+@pytest.mark.parametrize("network", ["t5", "ours_scanned"])
 def test_loss_scores_and_predictions_are_those_of_the_effective_weights(network):
   """Of a mask that is derived, with D between 1 and 0, and of one that is stored."""
   stored = recipe("one_shot", phases=nms.Phases(total=12))
   rules = nms.Rules({r".*/wi(_\d)?/kernel": recipe("mdgf_linear"), r".*/mlp/wo/kernel": stored})
   model, twin = make(rules, network), make(None, network)
-  state = at_step(model, begin(model, network=network).train_state, 6)
-  batch = batch_of(network=network)
-  if network == "decoder":
-    batch["decoder_causal_attention"] = (np.arange(8) < 3).astype(np.int32) * np.ones((16, 1), int)
+  state = at_step(model, begin(model).train_state, 6)
+  batch = batch_of()
   sparse = jax.jit(model.effective)(state.params, state.flax_mutables)
   weights = dict(flatten(state.params))
   changed = {k for k, w in flatten(sparse) if (w != weights[k]).any()}
