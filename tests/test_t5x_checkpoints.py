@@ -128,7 +128,7 @@ def test_a_dense_checkpoint_loads(kind, by, network, optimizer, tmp_path):
   assert_equal(restored.flax_mutables, fresh.flax_mutables)
 
   # The trainer takes it as a new run at that step, with masks of the restored weights.
-  begun = begin(model, network=network, state=restored, pretrained_steps=STEP).train_state
+  begun = begin(model, state=restored, pretrained_steps=STEP).train_state
   assert int(begun.step) == STEP and int(mine(begun)["step"]) == 0
   assert_equal(begun.params, state.params)
   weights, places = dict(flatten(begun.params)), model.stored_rules.assign(begun.params).places
