@@ -1,6 +1,6 @@
 """What tests ask of Kauldron, in an environment of its own: each function returns JSON's values.
 
-    python tests/kauldron_runs.py FOLDER whole stopped ...    prints {function: value} as JSON
+python tests/kauldron_runs.py FOLDER whole stopped ...    prints {function: value} as JSON
 """
 
 import dataclasses

@@ -6,7 +6,6 @@ import json
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 import pytest
 import t5x_world

@@ -143,7 +143,7 @@ def test_the_translation_model_has_its_number_of_parameters():
 
 
 def test_what_remat_keeps():
-  """The backward pass computes some products again under 'minimal', and all of them under 'full'."""
+  """The backward pass computes some products again under 'minimal', and all under 'full'."""
 
   def products(policy):
     model = make(depth=1, remat_policy=policy)

@@ -243,9 +243,7 @@ class Block(nn.Module):
       self, parts.layer_norm(y, name, _EPSILON, cfg.dtype, zero=True), rate, train
     )
     y = jnp.roll(x, (-shift, -shift), (1, 2)) if shift else x
-    attention = WindowAttention(
-      self.heads, cfg, side=side, window=window, shift=shift, name="attn"
-    )
+    attention = WindowAttention(self.heads, cfg, side=side, window=window, shift=shift, name="attn")
     y = from_windows(attention(to_windows(y, window), train), window, side)
     y = jnp.roll(y, (shift, shift), (1, 2)) if shift else y
     x = x + norm(y, "norm1")

@@ -106,9 +106,7 @@ class DenseGeneral(nn.Module):
       self.param_dtype,
       axes=self.kernel_axes,
     )
-    kernel = jnp.asarray(
-      effective_kernel(self, kernel, axis=own if self.split else 0), self.dtype
-    )
+    kernel = jnp.asarray(effective_kernel(self, kernel, axis=own if self.split else 0), self.dtype)
     kernel = kernel.reshape(*contracted, *features)
     return lax.dot_general(inputs, kernel, ((axes, own), ((), ())))
 

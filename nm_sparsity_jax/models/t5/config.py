@@ -48,8 +48,8 @@ class T5Config:
     num_decoder_layers: layers of the decoder.
     head_dim: width of a head.
     mlp_dim: width of the feed-forward block.
-    mlp_activations: one for each of its input projections; 'linear', the name of a function in flax.linen,
-      or a function.
+    mlp_activations: one for each of its input projections: 'linear', the name of a function in
+      flax.linen, or a function.
     dropout_rate: of every dropout.
     logits_via_embedding: the logits come from the token embedding (T5.1.0), not from a projection
       of their own (T5.1.1).

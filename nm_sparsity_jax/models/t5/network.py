@@ -181,9 +181,9 @@ class Stack(nn.Module):
 class Transformer(nn.Module):
   """An encoder-decoder; token id 0 is padding.
 
-      variables = Transformer(config).init(key, inputs, shifted_targets, targets)
-      logits = Transformer(config).apply(variables, inputs, shifted_targets, targets,
-                                         enable_dropout=False)
+  variables = Transformer(config).init(key, inputs, shifted_targets, targets)
+  logits = Transformer(config).apply(variables, inputs, shifted_targets, targets,
+                                     enable_dropout=False)
   """
 
   config: T5Config
