@@ -94,7 +94,7 @@ LAM = 0.3  # large, so that the term stands out of the rounding of the gradients
   [
     # T5X's loss over the mean loss per target.
     (None, None, lambda tokens: tokens),
-    ("AVERAGE_PER_SEQUENCE", None, lambda tokens: tokens / 16),
+    ("AVERAGE_PER_SEQUENCE", None, lambda tokens: 1),
     # Microbatches share a fixed factor, and each makes one of its own from its tokens.
     (40.0, 4, lambda tokens: tokens / 40),
     ("NUM_REAL_TARGET_TOKENS", 4, lambda tokens: 4),

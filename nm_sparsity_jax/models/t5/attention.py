@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -114,7 +115,7 @@ class Attention(nn.Module):
     heads = ("heads", "kv") if cfg.scan_layers else ("joined_kv",)
     dense = functools.partial(DenseGeneral, dtype=cfg.dtype, split=cfg.scan_layers)
 
-    def project(name, inputs, kernel_init=_kernel_init):
+    def project(name, inputs, kernel_init: Any = _kernel_init):
       features = (cfg.num_heads, cfg.head_dim)
       layer = dense(features, kernel_init=kernel_init, kernel_axes=("embed", *heads), name=name)
       return spmd.with_logical_constraint(layer(inputs), ("batch", "length", "heads", "kv"))
