@@ -196,6 +196,7 @@ def from_huggingface(tensors: Mapping[str, Any], config: T5Config) -> dict[str, 
 
 def _from_tensors(tensors: Mapping[str, Any], config: T5Config, what: str) -> dict[str, Lazy]:
   unread = {*_UNREAD, *([_HEAD] if config.logits_via_embedding else [])}
+  # A name that nobody knows stays: it is refused, since it may be a weight.
   own = {name: x for name, x in tensors.items() if name not in unread}
   layers = names.from_tensors(own, name_of, shapes_of(without_scan(config)), what)
   return restacked(layers, shapes_of(config))
@@ -374,6 +375,7 @@ class Folder:
     self.json = json.loads((folder / _CONFIG).read_bytes())
     self.config = from_json(self.json, repr(os.path.join(self.path, _CONFIG)))
     files = {_WEIGHTS}
+    # Large models lie in several files.
     if (folder / _INDEX).is_file():
       files = set(json.loads((folder / _INDEX).read_bytes())["weight_map"].values())
     elif not (folder / _WEIGHTS).is_file():

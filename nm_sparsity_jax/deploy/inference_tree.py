@@ -72,6 +72,7 @@ def _refused(site: Site, dtype: Any, kind: Any) -> str:
     return "layers take packed only kernels (in, out), with groups along axis 0"
   if site.pattern.m > MOST:
     return f"{site.pattern}: an index reaches through {MOST} entries at most"
+  # An index takes room too, so a dense pattern such as 7:8 would grow.
   found = sizes(like(site.pattern, site.groups, kind)).total
   zeros = math.prod(site.shape) * np.dtype(dtype).itemsize
   if found >= zeros:

@@ -109,6 +109,7 @@ def read(path: str | os.PathLike) -> tuple[dict[str, Any], str]:
 def _kernel(pattern: NM, depth: int, *parts: Any) -> NMPacked:
   """Returns the kernel of these arrays; refuses shapes and dtypes that `pack` does not make."""
   values, *_ = parts
+  # What `pack` would make of such a kernel; the C++ kernels read past the end of anything else.
   due = like(pattern, Groups((depth, values.shape[1]), 0), values.dtype)
   form = lambda x: None if x is None else (tuple(x.shape), np.dtype(x.dtype))
   if [form(x) for x in parts] != [form(getattr(due, part)) for part in _PARTS]:

@@ -62,11 +62,12 @@ def keys_of(tensors: Iterable[str]) -> list[str]:
       module = re.sub(rf"\b{re.escape(theirs)}$", ours, module)
     module = re.sub(rf"\b{_NUMBERED}\.(\d+)", r"\1_\2", module)
     collection = "batch_stats" if leaf.startswith("running_") else "params"
-    if leaf == "weight":
+    if leaf == "weight":  # torch calls both so
       leaf = "scale" if re.search(r"(norm|bn)\d?$", module) else "kernel"
     if leaf in ("q_bias", "v_bias"):
       module, leaf = f"{module}.{leaf[0]}", "bias"
     modules = [module]
+    # One tensor there is three arrays here.
     if module.endswith(".qkv"):
       modules = [f"{module.removesuffix('qkv')}{which}" for which in "qkv"]
     leaf = leaf.removeprefix("running_")
@@ -123,6 +124,7 @@ def from_tensors(
     shapes = {key: tuple(x.shape) for key, x in _flat(like).items()}
   else:
     _check_family(own, what)
+    # The shapes of the file, turned as `name_of` says; no tensor is read.
     empty = {name: np.broadcast_to(np.int8(0), x.shape) for name, x in own.items()}
     found = {key: name_of(key) for key in keys_of(own)}
     shapes = {key: there.ours(empty[there.name]).shape for key, there in found.items()}
@@ -149,6 +151,7 @@ def from_timm(
   Raises:
     ValueError: a name is unknown or missing, or a tensor is of another size, classes or image size.
   """
+  # The network's, since a file may hold half floats.
   dtypes = {key: x.dtype for key, x in _flat(like or {}).items()}
   made = from_tensors(tensors, what, like)
   return nested({key: np.asarray(x, dtypes.get(key)) for key, x in made.items()})

@@ -191,6 +191,7 @@ class WindowAttention(parts.SelfAttention):
 
   def scores(self, q: jax.Array, k: jax.Array) -> jax.Array:
     """Returns scale cos(q, k) + positions, of the windows of all examples."""
+    # Cosines, not products: Swin V2's answer to scores that grow with the network.
     cosines = jnp.einsum("bqak,bnak->baqn", _direction(q), _direction(k))
     scale = self.param("logit_scale", nn.initializers.constant(math.log(10)), (self.heads, 1, 1))
     scores = cosines * jnp.exp(jnp.minimum(scale, _SHARPEST))[None] + self._positions()[None]

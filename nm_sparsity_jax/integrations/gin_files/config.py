@@ -185,6 +185,7 @@ class Config:
   def _bound(self, function: str | None) -> dict[str, Any]:
     """Returns the arguments of a function by its name without a module."""
     found: dict[str, Any] = {}
+    # gin knows a function by the module that a file imported it from; here its name is enough.
     for (scope, selector), bound in self._table.items():
       if not scope and selector.split(".")[-1] == function:
         found |= bound

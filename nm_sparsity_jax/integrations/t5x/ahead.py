@@ -72,7 +72,7 @@ class Ahead:
       summary_dir=None,
       train_state_axes=self.axes,
       rng=jax.random.PRNGKey(0),
-      learning_rate_fn=lambda step: jnp.float32(1e-3),
+      learning_rate_fn=lambda step: jnp.float32(1e-3),  # any: nothing is run
       num_microbatches=microbatches if microbatches and microbatches > 1 else None,
     )
 

@@ -78,6 +78,7 @@ def programs(run: Any) -> tuple[Any, Any]:
   def after(train_state, seen):
     params, (step, state) = train_state.params, model.read(train_state.flax_mutables)
     is_optax = isinstance(model.optimizer_def, optimizers.OptaxWrapper)
+    # `metrics` finds second moments in optax states alone.
     moments = train_state.param_states if is_optax else None
     return metrics.summary(params, rules, step, state, None, moments, seen, per_place=False)
 

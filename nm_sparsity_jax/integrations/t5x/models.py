@@ -68,7 +68,7 @@ class SparseModel(models.BaseTransformerModel):
   def with_rules(self, rules: Rules) -> SparseModel:
     """Returns the same model with other rules."""
     other = copy.copy(self)
-    other.rules, other.made = rules, {}
+    other.rules, other.made = rules, {}  # shapes are known from `get_initial_variables` on
     other._store(rules)
     return other
 

@@ -58,6 +58,7 @@ class SparseTrainer(trainer.Trainer):
   ):
     self.metrics_every = metrics_every
     if train_state is not None:
+      # A checkpoint of this run knows where the run began; a new run begins at T5X's global step.
       start = int(utils.get_local_data(train_state.flax_mutables[COLLECTION]["start"]))
       if is_new := start == UNKNOWN:
         start = int(utils.get_local_data(train_state.step))
@@ -117,7 +118,7 @@ class SparseTrainer(trainer.Trainer):
     def sampled(train_state, batch):
       nonlocal mine, step
       mine, step = mine + 1, step + 1
-      if mine % every:
+      if mine % every:  # by far the most steps
         return plain(train_state, batch)
       seen = before(train_state, batch)  # the step takes the memory of its train state
       new, found = plain(train_state, batch)
@@ -174,6 +175,7 @@ def sparse_train_step(
     weight_metrics_computer,
     other_state_variables={"flax_mutables": flax_mutables},
   )
+  # An optimizer may have skipped the update, as for gradients that are not finite.
   step = step + _applied(model.optimizer_def, train_state, new)
   # Without the term: snip scores |g * W|.
   state = update_state(state, new.params, rules, step, grads, grads_at=params)

@@ -258,6 +258,7 @@ class Transformer(nn.Module):
       targets = jnp.ones_like(targets)
     else:
       mask = decoder_mask(decoder_target_tokens, decoder_segment_ids)
+    # A query that is padding sees nothing: its output is not read.
     cross = pairs(targets, sources)
     if encoder_segment_ids is not None:
       cross &= pairs(decoder_segment_ids, encoder_segment_ids, jnp.equal)  # type: ignore
