@@ -146,7 +146,8 @@ def test_t5x_restores_a_converted_folder_of_hugging_face(tmp_path):
   assert cli.main(["convert", str(folder), str(tmp_path / "start"), "--scan-layers"]) == 0
   config = test_huggingface.config_of_name(name, scan_layers=True)
   theirs = scalable_network.T5Config
-  fields = {field.name: getattr(config, field.name) for field in dataclasses.fields(theirs)}
+  shared = {field.name for field in dataclasses.fields(theirs)} & vars(config).keys()
+  fields = {name: getattr(config, name) for name in shared}
   module = scalable_network.Transformer(theirs(**fields))
   state = restore(make(None, module=module), tmp_path / "start/checkpoint_0")
   x, y = huggingface_reference.inputs(name), huggingface_reference.targets(name)
