@@ -366,18 +366,6 @@ def test_what_is_wrong_with_a_folder_is_said_before_training(
 # --- the other sources ----------------------------------------------------------------------------
 
 
-def test_tfds_is_the_default_with_a_version_that_it_has():
-  from tensorflow_datasets.text.glue import Glue
-  from tensorflow_datasets.translate import wmt14, wmt17
-
-  assert {c.name: str(c.version) for c in Glue.BUILDER_CONFIGS} == dict.fromkeys(CONFIGS, "2.0.0")
-  source = seqio.get_mixture_or_task("nm_glue_rte").source
-  assert source.tfds_dataset.name == "glue/rte:2.0.0"
-  for builder in (wmt14.Wmt14Translate, wmt17.Wmt17Translate):
-    (version,) = [c.version for c in builder.BUILDER_CONFIGS if c.name == "de-en"]
-    assert version == "1.0.0"
-
-
 TWO = """
 wmt/train-wmt17.en
 one
