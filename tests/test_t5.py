@@ -1,4 +1,7 @@
-"""T5: sizes, remat, mistakes, the decoding of `start` and `step`. test_t5_t5x.py compares its tree and numbers with T5X's."""
+"""T5: sizes, remat, mistakes, and the decoding of `start` and `step`.
+
+test_t5_t5x.py compares its tree and numbers with those of T5X.
+"""
 
 import functools
 
@@ -82,7 +85,7 @@ def test_mistakes_are_named(call, message):
     call()
 
 
-# --- decoding: the numbers of T5X's cache, and no work beside --------------------------------------
+# --- decoding: the numbers of T5X's cache, and no other work --------------------------------------
 
 LENGTH, BEAMS = 6, 2
 
