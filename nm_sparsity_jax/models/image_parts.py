@@ -107,18 +107,6 @@ def drop_path(module: Any, x: jax.Array, rate: float, train: bool) -> jax.Array:
   return jnp.where(alive, x / kept.astype(x.dtype), jnp.zeros((), x.dtype))
 
 
-def run_block(remat: bool, train: bool) -> Callable[..., jax.Array]:
-  """Returns (block, x, rate) -> block(x, rate, train), under remat where it is asked for.
-
-  The backward pass then computes a block again from its input.
-  """
-
-  def run(block, x, rate):
-    return block(x, rate, train)
-
-  return nn.remat(run) if remat else run
-
-
 def gelu(x: jax.Array) -> jax.Array:
   """Returns x P(X <= x) of a standard normal X (Hendrycks & Gimpel, 2016, arXiv:1606.08415).
 

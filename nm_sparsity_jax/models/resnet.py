@@ -49,7 +49,6 @@ class ResNetConfig:
     stem: pixels of a side of the first kernel; its stride is 2.
     drop_path: share of the examples that skip the last block; less before.
     dtype: of the computation; parameters, batch statistics and logits are float32.
-    remat: the backward pass computes each block again.
   """
 
   image_size: int = 224
@@ -60,7 +59,6 @@ class ResNetConfig:
   stem: int = 7
   drop_path: float = 0.0
   dtype: str = "float32"
-  remat: bool = False
 
 
 CONFIGS = {
@@ -181,11 +179,10 @@ class ResNet(nn.Module):
     padding: Any = ((1, 1), (1, 1))
     x = nn.max_pool(x, (3, 3), strides=(2, 2), padding=padding)
     rates = iter(parts.drop_path_rates(cfg.drop_path, sum(cfg.depths)))
-    run = parts.run_block(cfg.remat, train)
     for stage, (depth, width) in enumerate(zip(cfg.depths, cfg.widths, strict=True)):
       for i in range(depth):
         strides = 2 if stage and not i else 1
         block = Bottleneck(width, strides, cfg, name=f"layer{stage + 1}_{i}")
-        x = run(block, x, next(rates))
+        x = block(x, next(rates), train)
     init = nn.initializers.variance_scaling(1 / 3, "fan_in", "uniform")  # torch's
     return parts.head(jnp.mean(x, axis=(1, 2)), cfg.classes, "fc", init)

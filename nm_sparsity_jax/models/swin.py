@@ -58,7 +58,6 @@ class SwinConfig:
     dropout: behind the attention and both kernels of the MLP.
     drop_path: share of the examples that skip a branch of the last block; less before.
     dtype: of the computation; parameters and logits are float32.
-    remat: the backward pass computes each block again.
   """
 
   image_size: int = 256
@@ -73,7 +72,6 @@ class SwinConfig:
   dropout: float = 0.0
   drop_path: float = 0.1
   dtype: str = "float32"
-  remat: bool = False
 
   def __post_init__(self):
     multiple = self.patch * 2 ** (len(self.depths) - 1)
@@ -313,14 +311,13 @@ class Swin(nn.Module):
     parts.check_images(images, cfg)
     x = parts.PatchEmbed(cfg, _EPSILON, name="patch_embed")(images)
     rates = iter(parts.drop_path_rates(cfg.drop_path, sum(cfg.depths)))
-    run = parts.run_block(cfg.remat, train)
 
     def stage(i, x):
       if i:
         x = Merge(cfg, name="downsample")(x)
       for j in range(cfg.depths[i]):
         block = Block(cfg.heads[i], j % 2 == 1, cfg, name=f"blocks_{j}")
-        x = run(block, x, next(rates))
+        x = block(x, next(rates), train)
       return x
 
     for i in range(len(cfg.depths)):

@@ -42,7 +42,6 @@ class ViTConfig:
     dropout: behind the positions, the attention and both kernels of the MLP.
     drop_path: share of the examples that skip a branch of the last block; less before.
     dtype: of the computation; parameters and logits are float32.
-    remat: the backward pass computes each block again.
     std: deviation of new kernels in the blocks; timm's. A small network learns faster from more.
   """
 
@@ -58,7 +57,6 @@ class ViTConfig:
   dropout: float = 0.0
   drop_path: float = 0.0
   dtype: str = "float32"
-  remat: bool = False
   std: float = parts.STD
 
   def __post_init__(self):
@@ -168,9 +166,8 @@ class ViT(nn.Module):
       x = jnp.concatenate([token, x], axis=1)
     positions = self.param("pos_embed", parts.kernel_init, (1, cfg.tokens, cfg.embed))
     x = nn.Dropout(cfg.dropout)(x + positions.astype(dtype), not train)
-    run = parts.run_block(cfg.remat, train)
     for i, rate in enumerate(parts.drop_path_rates(cfg.drop_path, cfg.layers)):
-      x = run(Block(cfg, name=f"blocks_{i}"), x, rate)
+      x = Block(cfg, name=f"blocks_{i}")(x, rate, train)
     if cfg.class_token:
       x = parts.layer_norm(x, "norm", _EPSILON, cfg.dtype)[:, 0]
     else:  # timm's names and order
