@@ -7,13 +7,20 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import t5x_world
-from t5x_world import adafactor, models, scalable_network, seqio, t5_network
+from t5x_world import (
+  adafactor,
+  decoding,
+  models,
+  scalable_network,
+  seqio,
+  t5_network,
+  world,  # noqa: F401  (a fixture)
+)
 from test_t5 import assert_close
 
 from nm_sparsity_jax.models.t5 import network
 
 pytestmark = t5x_world.MARKS
-decoding = t5x_world.decoding
 SIZES = dict(
   vocab_size=24, emb_dim=16, num_heads=2, head_dim=5, mlp_dim=32,
   num_encoder_layers=1, num_decoder_layers=2,
@@ -30,13 +37,6 @@ KINDS = {
     TIED | dict(scan_layers=True, remat_policy="minimal"),
   ),
 }
-
-
-@pytest.fixture
-def relaxed():
-  """T5X does not run under strict promotion."""
-  with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-    yield
 
 
 def both(kind):
@@ -65,7 +65,7 @@ BATCH, SEGMENTS = tokens()
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_same_tree_and_logical_axes_and_initial_bits(kind, relaxed):
+def test_same_tree_and_logical_axes_and_initial_bits(kind):
   theirs, ours = both(kind)
   run = lambda model: jax.eval_shape(model.init, jax.random.key(0), *BATCH)
   assert run(ours) == run(theirs)
@@ -88,7 +88,7 @@ def parameters(model):
     ("scalable_t5 t5_1_0", True),
   ],
 )
-def test_same_loss_and_gradients(kind, packed, relaxed):
+def test_same_loss_and_gradients(kind, packed):
   """With dropout: it is drawn from the same keys. Exactly equal here; held to 1e-6."""
   theirs, ours = both(kind)
 
@@ -108,7 +108,7 @@ def test_same_loss_and_gradients(kind, packed, relaxed):
 
 
 # A scan has the same loss, as the test before shows; test_t5.py decodes with a cache and without.
-def test_same_greedy_and_beam_decodes(relaxed):
+def test_same_greedy_and_beam_decodes():
   vocabulary = seqio.PassThroughVocabulary(SIZES["vocab_size"], eos_id=1)
   batch = dict(encoder_input_tokens=BATCH[0], decoder_input_tokens=np.zeros((2, 12), int))
   params = parameters(both("t5_1_1")[0])

@@ -89,7 +89,7 @@ class Attention(nn.Module):
     self,
     inputs_q: jax.Array,
     inputs_kv: jax.Array | None,
-    mask: jax.Array | None = None,
+    mask: jax.Array | None,
     bias: jax.Array | None = None,
     *,
     deterministic: bool = False,
@@ -101,7 +101,7 @@ class Attention(nn.Module):
     Args:
       inputs_q: [b, q, e].
       inputs_kv: [b, k, features]; None = see `once`.
-      mask: broadcasts to [b, h, q, k].
+      mask: broadcasts to [b, h, q, k]; None = while decoding, that of the cache.
       bias: broadcasts to [b, h, q, k]; while decoding [1, h, 1, 2 k - 1], of all distances.
       deterministic: no dropout.
       decode: the first such call makes the cache, as long as `inputs_kv`; later calls bring one
@@ -134,19 +134,16 @@ class Attention(nn.Module):
     else:
       key, value = key_and_value()
     if decode:
-      key, value, bias, past = self._cached(key, value, bias)
-      mask = past if mask is None else mask & past
+      key, value, bias, mask = self._cached(key, value, bias)
     if cfg.float32_attention_logits:
       query, key = query.astype(jnp.float32), key.astype(jnp.float32)
     # Kept keys and values have their length last. XLA multiplies them as they lie; turned in a
     # loop, it would copy them at each token.
     layout = "...hdk" if once or decode else "...khd"
     logits = jnp.einsum(f"...qhd,{layout}->...hqk", query, key)
-    if mask is not None:
-      seen = jnp.where(mask, 0.0, _MASKED).astype(cfg.dtype)
-      bias = seen if bias is None else seen + bias
-    if bias is not None:
-      logits = logits + bias.astype(logits.dtype)
+    seen = jnp.where(mask, 0.0, _MASKED).astype(cfg.dtype)  # type: ignore
+    bias = seen if bias is None else seen + bias
+    logits = logits + bias.astype(logits.dtype)
     weights = jax.nn.softmax(logits, axis=-1).astype(cfg.dtype)
     if cfg.dropout_rate > 0.0 and not deterministic:
       # One draw for all queries, as in T5X: random bits are slow on a TPU.
