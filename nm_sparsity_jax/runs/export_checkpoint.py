@@ -135,15 +135,12 @@ def export(
     if feed_forward:
       activations = huggingface.activations_of(feed_forward, "feed_forward")
       config = dataclasses.replace(config, mlp_activations=activations)
-    tensors = huggingface.to_huggingface(arrays, config)
-    dtype = str(arrays["token_embedder/embedding"].dtype)
-    huggingface.write_folder(file, tensors, huggingface.to_json(config, dtype))
+    count = huggingface.write(file, arrays, config)
   else:
-    tensors = timm.to_timm(arrays)
-    safetensors_file.write(file, tensors)
+    count = timm.write(file, arrays)
   # Their tensors are (out, in), and the reader turns them: axis 1 there is axis 0 of the proof.
   written = verify_checkpoint.verify(file, rules) if is_sparse else None
-  return Exported(stored, file, len(tensors), written)
+  return Exported(stored, file, count, written)
 
 
 def pack(
@@ -167,7 +164,7 @@ def pack(
       for each column. None: as stored. What is not packed keeps its dtype.
 
   Raises:
-    ValueError: a kernel is not n:m, nothing is to be packed, or the file cannot be written.
+    ValueError: a kernel is not n:m, or the file is there.
   """
   file = os.fspath(out)
   _check_name(file)
