@@ -134,7 +134,7 @@ def find(name: str) -> str:
 
 def opened(path: str | os.PathLike | Stored) -> Stored:
   """Returns the checkpoint that a path means; one that was read already stays as it is."""
-  return path if isinstance(path, Stored) else read(find(os.fspath(path)))
+  return path if isinstance(path, Stored) else read(os.fspath(path))
 
 
 def read(name: str, like: Mapping[str, Any] | None = None, config: Any = None) -> Stored:
@@ -142,6 +142,7 @@ def read(name: str, like: Mapping[str, Any] | None = None, config: Any = None) -
 
   Args:
     name: of the folder or file; a URL such as 'gs://bucket/run/checkpoint_1000' for Orbax and T5X.
+      A run's folder means its newest one.
     like: of a file in timm's names, the variables of the network that takes it.
     config: of the network that takes it; None = any.
 
@@ -149,6 +150,7 @@ def read(name: str, like: Mapping[str, Any] | None = None, config: Any = None) -
     FileNotFoundError: it is not there.
     ValueError: it is damaged, or of another network.
   """
+  name = find(name)
   path = folders.path_of(name)
   if not path.exists():
     raise FileNotFoundError(f"there is no checkpoint {name!r}")
@@ -162,11 +164,9 @@ def read(name: str, like: Mapping[str, Any] | None = None, config: Any = None) -
     with _damage(name, "its metadata"):
       format_, arrays = "Orbax", orbax.read(state)
   else:
-    inside = folders.latest(name)
-    hint = f": name one in it, such as {inside!r}" if inside else ""
     raise ValueError(
       f"{name!r} is not a checkpoint: it has neither a file 'checkpoint' (T5X) nor state/_METADATA "
-      f"(Orbax){hint}"
+      "(Orbax)"
     )
   for setting, there in network_settings(name).items():
     here = getattr(config, setting, there)
@@ -229,19 +229,24 @@ def load(stored: Stored, like: Any, shardings: Any) -> Any:
   Raises:
     ValueError: the checkpoint lacks an array, has another shape, or is damaged.
   """
-  wanted = dict(flatten(like))
-  found = {key: stored.leaves[key].shape for key in wanted if key in stored.leaves}
-  if said := difference({key: tuple(x.shape) for key, x in wanted.items()}, found):
-    raise ValueError(
-      f"{stored.path} is of another model: {said}: choose the model file of its run, and its sizes."
-    )
+  check_shapes(stored, like)
   if stored.format == "Orbax":
     path = folders.path_of(stored.path)
     with _damage(stored.path, "an array"):
       return restore(folders.orbax_state(path) or path, like, shardings)
-  arrays = {key: stored.array(key).astype(x.dtype) for key, x in wanted.items()}
+  arrays = {key: stored.array(key).astype(x.dtype) for key, x in flatten(like)}
   where = dict(flatten(shardings))
   return nested({key: jax.device_put(x, where[key]) for key, x in arrays.items()})
+
+
+def check_shapes(stored: Stored, like: Any) -> None:
+  """Refuses a checkpoint that lacks an array of a tree, or has it in another shape."""
+  wanted = {key: tuple(x.shape) for key, x in flatten(like)}
+  found = {key: stored.leaves[key].shape for key in wanted if key in stored.leaves}
+  if said := difference(wanted, found):
+    raise ValueError(
+      f"{stored.path} is of another model: {said}: choose the model file of its run, and its sizes."
+    )
 
 
 def restore(path: pathlib.Path, like: Any, shardings: Any) -> Any:

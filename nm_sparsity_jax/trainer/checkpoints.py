@@ -16,6 +16,7 @@ checkpoint_N is complete however the process ended. `t5x.eval` opens these, and 
 from __future__ import annotations
 
 import contextlib
+import copy
 import os
 import pathlib
 import shutil
@@ -30,6 +31,7 @@ from flax import serialization, traverse_util
 
 from nm_sparsity_jax.core.text import first_line
 from nm_sparsity_jax.core.trees import flatten, nested
+from nm_sparsity_jax.deploy import unstack_layers
 from nm_sparsity_jax.runs import checkpoint, checkpoint_rules, folders
 from nm_sparsity_jax.trainer.step import Model, TrainState
 from nm_sparsity_jax.training import rules_text
@@ -198,7 +200,7 @@ def opened(path: str, model: Model) -> checkpoint.Stored:
     model: what takes it.
   """
   variables = {"params": model.shapes, **model.collections}
-  return checkpoint.read(checkpoint.find(path), variables, model.workload.network_config)
+  return checkpoint.read(path, variables, model.workload.network_config)
 
 
 def load_initial(path: str, model: Model, key: jax.Array) -> tuple[Any, Any, int]:
@@ -215,11 +217,6 @@ def load_initial(path: str, model: Model, key: jax.Array) -> tuple[Any, Any, int
     Parameters, the workload's collections, and the global step. All are float32.
   """
   stored = opened(path, model)
-  if stored.packed is not None:
-    raise ValueError(
-      f"INITIAL_CHECKPOINT_PATH: {path!r} is a packed file, which does not learn: start from the "
-      "checkpoint that was packed."
-    )
   wanted = {f"{MUTABLES}/{path}" for path, _ in flatten(model.collections)}
   is_held = bool(wanted) and wanted <= set(stored.leaves)
   params, collections = _load(stored, model, model.collections if is_held else {})
@@ -260,6 +257,24 @@ def _load(stored: checkpoint.Stored, model: Model, collections: Any) -> tuple[An
   leaves = [found[stored.deployed(key)] for key, _ in flatten(like)]
   tree = jax.tree.unflatten(jax.tree.structure(like), leaves)
   return tree["target"], tree.get(MUTABLES, {})
+
+
+def packed_model(stored: checkpoint.Stored, model: Model) -> Model:
+  """Returns the model that runs on a packed file: without rules and a scan, on the same devices.
+
+  Args:
+    stored: the file.
+    model: of the same network, scanned or not.
+  """
+  workload: Any = copy.copy(model.workload)
+  plain = unstack_layers.without_scan(workload.network_config)
+  if plain != workload.network_config:  # a kernel of a scan is one stack, which no file packs
+    workload.network = workload.network.clone(config=plain)
+    workload.network_config = plain
+  # Without rules: the file holds the effective weights, and a mask of zeros would change nothing.
+  made = Model(workload, devices=model.mesh.devices.flatten().tolist())
+  checkpoint.check_shapes(stored, {"target": made.shapes, MUTABLES: made.collections})
+  return made
 
 
 def refuse_other_rules(stored: str, rules: Rules, path: str) -> None:

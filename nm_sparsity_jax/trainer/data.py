@@ -10,9 +10,7 @@ So the position alone brings a stream back: batch i of a resumed run is batch i 
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import importlib
-import logging
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -54,7 +52,7 @@ class Source:
 
     seqio = import_seqio(self.module)
     dataset = seqio.get_dataset(
-      mixture_or_task_name=mixture_or_task(self.name, self.module),
+      mixture_or_task_name=self.name,
       task_feature_lengths=dict(self.lengths),
       feature_converter=seqio.EncDecFeatureConverter(pack=self.pack),
       dataset_split=self.split,
@@ -77,31 +75,9 @@ def import_seqio(module: str | None = None) -> Any:
   import tensorflow as tf
 
   tf.config.set_visible_devices([], "GPU")  # it would take the memory that jax needs
-  # SeqIO warns of every evaluation-only task that it lacks a training split.
-  logging.getLogger("absl").addFilter(_is_news)  # one object, so it is added once
   if module is not None:
     importlib.import_module(module)
   return seqio
-
-
-def _is_news(record: logging.LogRecord) -> bool:
-  return "split, skipping" not in str(record.msg)
-
-
-def mixture_or_task(name: str, module: str | None = None) -> Any:
-  """Returns a registered task or mixture; `module` is what was imported to register it."""
-  import seqio
-
-  try:
-    return seqio.get_mixture_or_task(name)
-  except ValueError as e:
-    names = [*seqio.TaskRegistry.names(), *seqio.MixtureRegistry.names()]
-    close = difflib.get_close_matches(name, names, 3)
-    hint = f"did you mean {' or '.join(close)}?" if close else "which module registers it?"
-    raise ValueError(
-      f"MIXTURE_OR_TASK_NAME={name!r} is not registered; {hint} MIXTURE_OR_TASK_MODULE names the "
-      f"module that is imported first, {module!r}."
-    ) from e
 
 
 def mixture(rates: Mapping[str, float], module: str | None = None, name: str = "mixture") -> str:
@@ -113,8 +89,6 @@ def mixture(rates: Mapping[str, float], module: str | None = None, name: str = "
     name: of the mixture.
   """
   seqio = import_seqio(module)
-  for task in rates:
-    mixture_or_task(task, module)
   seqio.MixtureRegistry.remove(name)  # gin calls this for each argument that names the mixture
   seqio.MixtureRegistry.add(name, [(task, float(rate)) for task, rate in rates.items()])
   return name
@@ -137,7 +111,9 @@ def vocabulary(file: str) -> Any:
 
 def check_vocabulary(name: str, rows: int) -> None:
   """Refuses a task with ids that the embedding has no row for; jax would clip them unseen."""
-  for feature, spec in mixture_or_task(name).output_features.items():
+  import seqio
+
+  for feature, spec in seqio.get_mixture_or_task(name).output_features.items():
     size = spec.vocabulary.vocab_size
     if size > rows:
       raise ValueError(

@@ -25,21 +25,22 @@ import jax
 import numpy as np
 
 from nm_sparsity_jax.core import installed
+from nm_sparsity_jax.deploy import inference_tree
 from nm_sparsity_jax.runs import checkpoint_rules, files, lock, orbax
 from nm_sparsity_jax.runs import folders as run_folders
 from nm_sparsity_jax.runs import settings as run_settings
 from nm_sparsity_jax.runs.signals import Signals
-from nm_sparsity_jax.trainer import checkpoints, evaluation, packed_files, reports, writers
-from nm_sparsity_jax.trainer.run import Periods, Run, note_run
+from nm_sparsity_jax.trainer import checkpoints, evaluation, reports, writers
+from nm_sparsity_jax.trainer.run import Run, note_run
 from nm_sparsity_jax.trainer.step import NORMS, Model, TrainState
 from nm_sparsity_jax.training import metrics
 
-__all__ = ["FREE", "Periods", "Run", "check", "evaluate", "infer", "settings_of", "train"]
+__all__ = ["FREE", "Run", "check", "evaluate", "infer", "settings_of", "train"]
 
 # Of `Run`, what its result does not depend on.
 FREE = (
-  "model_dir", "evaluation", "periods", "keep_checkpoints", "best_metric", "learning_rate",
-  "tracker",
+  "model_dir", "evaluation", "eval_period", "checkpoint_period", "stats_period", "metrics_every",
+  "keep_checkpoints", "best_metric", "learning_rate", "tracker",
 )  # fmt: skip
 _AHEAD = 2  # steps that the devices get before the result of one is looked at
 
@@ -56,12 +57,12 @@ def train(run: Run, settings: Mapping[str, Any] | None = None, config: str = "")
     0, also after SIGTERM, when a checkpoint has been saved; 130 after an interrupt.
   """
   folder = check(run, settings or {})
-  with _held("MODEL_DIR", folder), orbax.quiet(), Signals() as stop:
+  with lock.hold(folder), orbax.quiet(), Signals() as stop:
     with checkpoints.Checkpoints(folder, run.keep_checkpoints) as saved:
       process = _Process(run, saved, stop)
       state, key = process.start()
       # Nothing is written before: a run that is refused leaves what is in its folder.
-      run_settings.agree(folder, settings or {})
+      run_settings.write(folder, settings or {})
       files.write_atomically(folder / "config.gin", config)
       return process.go(state, key)
 
@@ -74,7 +75,7 @@ def check(run: Run, settings: Mapping[str, Any]) -> pathlib.Path:
   run_settings.refuse_changed(folder, settings)
   run.model.workload.check()
   if run.evaluation is not None:
-    run.evaluation.check(run.model)
+    run.evaluation(run.model)
   return folder
 
 
@@ -82,16 +83,6 @@ def _folder(macro: str, path: str) -> pathlib.Path:
   if not path.strip() or "://" in path:
     raise ValueError(f"{macro}={path!r}: name a folder of this machine, such as 'run'.")
   return pathlib.Path(path).expanduser().absolute()
-
-
-def _held(macro: str, folder: pathlib.Path) -> contextlib.AbstractContextManager[Any]:
-  """Returns the lock of a folder, which is made: two processes would remove what each writes."""
-  files.check_folder(macro, folder)
-  taken = (
-    f"{folder}: another process trains there. Wait until it ends, or end it (SIGTERM saves "
-    "first); the same command continues from there."
-  )
-  return lock.hold(folder, lambda _: taken)
 
 
 def settings_of(bound: Mapping[str, Any]) -> dict[str, Any]:
@@ -141,7 +132,7 @@ class _Process:
     self.done = int(state.sparse_step)
     self.offset = int(state.step) - self.done
     if run.evaluation is not None:
-      self.evaluator = run.evaluation.evaluator(model, str(self.saved.folder))
+      self.evaluator = run.evaluation(model, str(self.saved.folder))
     return state, key
 
   def go(self, state: TrainState, key: jax.Array) -> int:
@@ -149,21 +140,14 @@ class _Process:
     run, folder = self.run, self.saved.folder
     first, last = self.offset + self.done, self.offset + run.sparse_steps
     note_run(run, folder, self.offset, first, installed.environment())
-    self.curves = writers.Curves(folder, run.tracker)
     reports.say(f"{folder}: from step {first:,} to {last:,}")
     if state.average:
       reports.say("  evaluations use the moving average of the parameters")
-    try:
+    with contextlib.closing(writers.Curves(folder, run.tracker)) as self.curves:
       self._steps(state, key)
       self.saved.wait()
       self.saved.remove_old()
-    except BaseException:
-      with contextlib.suppress(Exception):  # it would hide the error that is under way
-        self.curves.close("failed")
-      raise
-    is_over = self.done == run.sparse_steps
-    self.curves.close("finished" if is_over else "stopped")
-    if is_over:
+    if self.done == run.sparse_steps:
       return 0
     name, signal = f"checkpoint_{self.offset + self.done}", self.stop.name
     reports.say(f"{signal}: saved {name}; the same command continues from there")
@@ -171,10 +155,10 @@ class _Process:
 
   def _steps(self, state: TrainState, key: jax.Array) -> None:
     """Does the remaining steps, or those until a signal; saves the last."""
-    run, total, periods = self.run, self.run.sparse_steps, self.run.periods
+    run, total = self.run, self.run.sparse_steps
     step = run.model.train_step(run.optimizer, key, run.microbatches)
     before, after = run.model.samplers(key, run.microbatches)
-    is_evaluated = lambda: self.done == total or _is_time(periods.evaluate, self.done)
+    is_evaluated = lambda: self.done == total or _is_time(run.eval_period, self.done)
     if self.done and is_evaluated():
       self._evaluate(state)  # a process that was killed may not have
     batches = iter(run.model.workload.batches(run.data_seed, self.done))
@@ -182,12 +166,12 @@ class _Process:
       batch = run.model.put(next(batches))
       self.done += 1
       # Before the step, which donates the state.
-      seen = before(state, batch) if _is_time(periods.metrics, self.done) else None
+      seen = before(state, batch) if _is_time(run.metrics_every, self.done) else None
       state, sums = step(state, batch)
       sampled = {} if seen is None else after(state, seen)
       self.pending.append((self.done, sums, sampled))
       self._look(_AHEAD)
-      if is_evaluated() or _is_time(periods.checkpoint, self.done):
+      if is_evaluated() or _is_time(run.checkpoint_period, self.done):
         self._save(state)
       if is_evaluated():
         begin = time.monotonic()
@@ -214,7 +198,7 @@ class _Process:
         )
       self.summed += 1
       self.sums = {name: self.sums.get(name, 0.0) + float(x) for name, x in sums.items()}
-      if done == run.sparse_steps or _is_time(run.periods.report, done):
+      if done == run.sparse_steps or _is_time(run.stats_period, done):
         norms = {name: self.sums.pop(name) / self.summed for name in NORMS}
         written |= run.model.workload.scalars(self.sums) | norms
         if run.learning_rate is not None:
@@ -297,7 +281,7 @@ def evaluate(
 
   Args:
     model: workload and rules, as in training.
-    evaluation: what is evaluated, and how.
+    evaluation: the class that evaluates, as `Run.evaluation`.
     checkpoint: its folder, a run's folder for its newest one, or a packed file.
     output_dir: gets what training writes for an evaluation.
     config: the text for config.gin.
@@ -307,14 +291,12 @@ def evaluate(
     0.
   """
   where = "EVAL_OUTPUT_DIR", output_dir
-  evaluation.check(model)
   with _opened(where, model, evaluation, checkpoint, config, memory) as (
     folder, evaluator, variables, step,
   ):  # fmt: skip
     found = evaluator.evaluate(variables, step)
-    curves = writers.Curves(folder)
-    _tell(found, evaluator.model, step, curves, print)
-    curves.close()
+    with contextlib.closing(writers.Curves(folder)) as curves:
+      _tell(found, evaluator.model, step, curves, print)
   return 0
 
 
@@ -335,7 +317,7 @@ def infer(
 
   Args:
     model: workload and rules, as in training.
-    evaluation: of which splits; for a T5, of which tasks, by which search, and the lengths.
+    evaluation: the class that predicts, as `Run.evaluation`.
     checkpoint: its folder, a run's folder for its newest one, or a packed file.
     output_dir: gets the files.
     config: the text for config.gin.
@@ -345,7 +327,6 @@ def infer(
     0.
   """
   where = "INFER_OUTPUT_DIR", output_dir
-  evaluation.check(model, predicts=True)
   with _opened(where, model, evaluation, checkpoint, config, memory) as (
     folder, evaluator, variables, _,
   ):  # fmt: skip
@@ -371,7 +352,7 @@ def _opened(
   Args:
     where: the macro that names the folder, and its value.
     model: workload and rules, as in training.
-    evaluation: what is evaluated, and how.
+    evaluation: as in `evaluate`.
     checkpoint: as in `evaluate`.
     config: the text for config.gin.
     memory: as in `evaluate`.
@@ -380,22 +361,21 @@ def _opened(
   # Its curves and config.gin would be written over. A new run has no checkpoint yet.
   if (folder / "run.json").exists() or run_folders.latest(folder) is not None:
     raise ValueError(f"{where[0]}={str(folder)!r} holds a run: take another folder.")
+  evaluator = evaluation(model, str(folder))
   stored = checkpoints.opened(checkpoint, model)
-  with _held(where[0], folder):
+  with lock.hold(folder):
     if stored.packed is None:
       variables = checkpoints.load_for_evaluation(stored, model)
       about = f"step {stored.step or 0:,}, sparse step {stored.sparse_step or 0:,}"
       about += ", the moving average of its parameters" if stored.average else ""
     else:
-      if stored.rules is not None and not model.rules.is_dense:
-        if not checkpoint_rules.is_of(stored, model.rules):
-          checkpoints.refuse_other_rules(stored.rules, model.rules, stored.path)
-      # Whether a packed product is faster depends on the rows that a layer sees at once.
+      model, about = checkpoints.packed_model(stored, model), "packed"
+      evaluator = evaluation(model, str(folder))
       held = stored.packed()
-      model, variables = packed_files.load(stored.path, held, model, evaluation, memory)
-      about = packed_files.summary(held, variables)
+      # Whether a packed product is faster depends on the rows that a layer sees at once.
+      params = inference_tree.prepare(held["params"], evaluator.rows(), memory=memory)
+      variables = jax.device_put({**held, "params": params}, model.replicated)
     newest = "" if stored.path == checkpoint else f", the newest in {checkpoint}"
-    evaluator = evaluation.evaluator(model, str(folder))
     # Last: what is refused leaves the user's config.gin.
     files.write_atomically(folder / "config.gin", config)
     print(f"{stored.path}{newest}: {about}")

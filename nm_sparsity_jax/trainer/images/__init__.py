@@ -22,15 +22,9 @@ class Source(abc.ABC):
   """Images with one label each. Subclass it for data of your own.
 
   Attributes:
-    classes: how many labels there are; a label is below.
-    size: height and width of an image.
-    channels: of an image.
     batch_size: images of a batch, in training and in a split.
   """
 
-  classes: int
-  size: int
-  channels: int = 3
   batch_size: int
 
   @abc.abstractmethod

@@ -126,8 +126,6 @@ class Rebus(Source):
     validation: pictures of that split.
   """
 
-  classes, size, channels = CLASSES, SIZE, CHANNELS
-
   def __init__(self, batch_size: int = 128, validation: int = VALIDATION):
     self.batch_size, self.validation = batch_size, validation
 

@@ -161,21 +161,8 @@ class Images(Workload):
     return {"image": images, "label": number, "real": number}
 
   def check(self) -> None:
-    """Raises ValueError where the images do not fit the network, or cannot be read."""
-    config, data = self.network_config, self.data
-    wanted = config.image_size, config.channels
-    if wanted != (data.size, data.channels) or config.classes < data.classes:
-      raise ValueError(
-        f"IMAGE_SIZE={wanted[0]}, {wanted[1]} channels and CLASSES={config.classes} of the network "
-        f"do not fit the data: set IMAGE_SIZE={data.size} and CLASSES={data.classes}, and "
-        f"{data.channels} channels."
-      )
-    if (self.mixup or self.cutmix) and self.batch_size % 2:
-      raise ValueError(
-        f"BATCH_SIZE={self.batch_size}: MIXUP and CUTMIX mix rows in pairs, so a batch, and each "
-        "of its MICROBATCHES, needs an even number of images."
-      )
-    data.check()
+    """Raises ValueError where the images cannot be read."""
+    self.data.check()
 
 
 # --- axes -----------------------------------------------------------------------------------------
