@@ -88,7 +88,6 @@ def test_zeros_are_those_of_finalize_and_are_proven(command, tmp_path, recipe, k
   code, report = command("finalize", tmp_path / "run", tmp_path / "out")
   path = tmp_path / "out/checkpoint_112"
   assert not code and report["ok"] and report["checkpoint"] == str(path)
-  assert report["from"] == str(tmp_path / "run/checkpoint_112")
   found = load(path)
   want = dict(flatten(nms.finalize(run.params, run.rules, 12, run.state, early=True)))
   got = dict(flatten(found["target"]))
@@ -138,7 +137,7 @@ def test_a_folder_stands_for_its_newest_checkpoint_and_text_is_printed(
     Run("sr_ste", step).write(tmp_path / "run")
   assert cli.main(["finalize", "run", "out"]) == 0
   out = capsys.readouterr().out
-  assert "run/checkpoint_112 (the newest in run, Orbax, step 112, sparse step 12)" in out
+  assert "out/checkpoint_112 (Orbax, step 112, sparse step 12)" in out
   assert "ff: sr_ste 1:4, total=12" in out and "sum of |w|" in out and out.endswith("ok\n")
 
 

@@ -80,7 +80,7 @@ def test_infer_says_token_by_token_what_the_finalized_one_says(
     (file,) = out.glob("*.jsonl-*")
     said.append([json.loads(line)["prediction"] for line in file.read_text().splitlines()])
   assert said[0] == said[1] and len(set(said[0])) > 3
-  assert f"{packed}: packed, 1:8 and 2:4; 15 of 15 kernels stay" in capsys.readouterr().out
+  assert f"{packed}: packed" in capsys.readouterr().out
   assert len(multiplied) > 2 * 15  # of fifteen kernels: once prepared, and where they are traced
 
 
@@ -97,13 +97,13 @@ def test_eval_finds_what_it_finds_of_the_finalized_one(
   assert multiplied
 
 
-def test_with_memory_every_kernel_stays_packed(packed, tmp_path, capsys, monkeypatch):
+def test_with_memory_every_kernel_stays_packed(packed, multiplied, tmp_path, monkeypatch):
   monkeypatch.setattr(choice, "speed", lambda *_: 0.5)  # a dense product is faster throughout
   few = {"EVALUATOR_NUM_EXAMPLES": 0, "EVAL_STEPS": 1}
-  for flags, kept in (([], 0), (["--memory"], 15)):
+  for flags in ([], ["--memory"]):
+    assert not multiplied
     assert cli.main([*words("eval", packed, tmp_path / "out", **few), *flags]) == 0
-    said = capsys.readouterr().out
-    assert f"{kept} of 15 kernels stay packed" in said and "loss 5." in said
+  assert multiplied
 
 
 def test_bench_takes_what_infer_takes(finalized, packed, tmp_path, capsys):
@@ -127,21 +127,12 @@ def test_bench_takes_what_infer_takes(finalized, packed, tmp_path, capsys):
   "macros, said",
   [
     ({"network.T5Config.preset.mlp_dim": 64}, "another network: 6 of another shape"),
-    (dict(NUM_PARTITIONS=2), "NUM_PARTITIONS=2"),
     (dict(PATTERN="1:4"), "1:4"),
   ],
 )
 def test_a_file_that_does_not_fit_is_refused(macros, said, packed, tmp_path, capsys):
   assert cli.main(words("infer", packed, tmp_path / "out", **macros)) == 1
   assert said in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("program", ["train", "plan"])
-def test_no_run_starts_from_a_packed_file(program, packed, tmp_path, capsys):
-  start = dict(MODEL_DIR=str(tmp_path / "run"), INITIAL_CHECKPOINT_PATH=str(packed))
-  start |= dict(RECIPE="sr_ste", PATTERN="1:8", SPARSE_STEPS=9)
-  assert cli.main([program, *test_local.command(*test_local.GIN, **start)]) == 1
-  assert "is a packed file" in "".join(capsys.readouterr())
 
 
 def test_plan_finds_every_parameter_of_a_network_that_scans(packed, tmp_path, capsys):
