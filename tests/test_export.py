@@ -238,7 +238,8 @@ def test_rules_of_a_stack_become_those_of_its_layers(tmp_path):
   nms.runs.pack(tmp_path, file, rules)
   opened = packed_file.Opened(file)
   found = rules_text.parse(opened.rules)
-  layers = {rf"encoder/layers_{i}/mlp/{x}/kernel" for i in (0, 1, 2) for x in ("wi_0", "wi_1", "wo")}
+  names = "wi_0", "wi_1", "wo"
+  layers = {f"encoder/layers_{i}/mlp/{name}/kernel" for i in range(3) for name in names}
   assert set(found.places) == {*layers, "decoder/logits_dense/kernel"}
   assert found.axes == {"decoder/logits_dense/kernel": 0} and len(kernels_of(opened)) == 10
   config = t5.config_of_name("v1_1", scan_layers=True)

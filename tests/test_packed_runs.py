@@ -92,7 +92,7 @@ def test_eval_finds_what_it_finds_of_the_finalized_one(
     out = tmp_path / path.name
     assert cli.main(words("eval", path, out, EVALUATOR_NUM_EXAMPLES=0)) == 0
     said.append(capsys.readouterr().out.partition("\n"))
-  assert said[0][0].startswith(f"{finalized}, the newest in {finalized.parent}: step 7")
+  assert said[0][0].startswith(f"{finalized}: step 7")
   assert said[0][2] == said[1][2] and "loss 5." in said[0][2]
   assert multiplied
 

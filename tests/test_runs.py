@@ -74,7 +74,7 @@ def test_the_rules_are_those_of_the_macros_where_no_checkpoint_tells(tmp_path):
   assert nms.runs.rules_of(str(tmp_path)) == want
   assert nms.runs.read_settings(tmp_path) == written
   (tmp_path / "config.gin").write_text("RECIPE = 'sr_ste'\nRECIPE_FIELDS = %FIELDS\n")
-  with pytest.raises(ValueError, match="RECIPE_FIELDS .*%FIELDS"):
+  with pytest.raises(ValueError, match="RECIPE_FIELDS"):
     nms.runs.rules_of(tmp_path)
 
 

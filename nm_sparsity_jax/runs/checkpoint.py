@@ -15,7 +15,6 @@ import contextlib
 import dataclasses
 import json
 import os
-import pathlib
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -127,7 +126,7 @@ class Stored:
 def find(name: str) -> str:
   """Returns the checkpoint that a name means: itself, or the newest one in a run's folder."""
   path = folders.path_of(name)
-  if folders.is_checkpoint(path) or other_formats.is_readable(path):
+  if folders.contents(path) or other_formats.is_readable(path):
     return name
   return folders.latest(name) or name
 
@@ -157,12 +156,10 @@ def read(name: str, like: Mapping[str, Any] | None = None, config: Any = None) -
   rules = packed = None
   if other_formats.is_readable(path):
     format_, arrays, rules, packed = other_formats.read(name, like, config)
-  elif file := folders.t5x_file(path):
+  elif found := folders.contents(path):
+    format_, inside = found
     with _damage(name, "its metadata"):
-      format_, arrays = "T5X", t5x_format.read(file)
-  elif state := folders.orbax_state(path):
-    with _damage(name, "its metadata"):
-      format_, arrays = "Orbax", orbax.read(state)
+      arrays = (t5x_format if format_ == "T5X" else orbax).read(inside)
   else:
     raise ValueError(
       f"{name!r} is not a checkpoint: it has neither a file 'checkpoint' (T5X) nor state/_METADATA "
@@ -216,7 +213,7 @@ def network_settings(name: str) -> dict[str, int]:
 
 
 def load(stored: Stored, like: Any, shardings: Any) -> Any:
-  """Loads the part of a checkpoint that a tree names.
+  """Loads what is deployed of a checkpoint, array by array, as far as a tree names it.
 
   Args:
     stored: the checkpoint; more than is wanted may be in it.
@@ -230,13 +227,12 @@ def load(stored: Stored, like: Any, shardings: Any) -> Any:
     ValueError: the checkpoint lacks an array, has another shape, or is damaged.
   """
   check_shapes(stored, like)
-  if stored.format == "Orbax":
-    path = folders.path_of(stored.path)
-    with _damage(stored.path, "an array"):
-      return restore(folders.orbax_state(path) or path, like, shardings)
-  arrays = {key: stored.array(key).astype(x.dtype) for key, x in flatten(like)}
-  where = dict(flatten(shardings))
-  return nested({key: jax.device_put(x, where[key]) for key, x in arrays.items()})
+  # One array at a time is on the host: all of them may not fit.
+  placed = [
+    jax.device_put(stored.array(stored.deployed(key)).astype(x.dtype), sharding)
+    for (key, x), sharding in zip(flatten(like), jax.tree.leaves(shardings), strict=True)
+  ]
+  return jax.tree.unflatten(jax.tree.structure(like), placed)
 
 
 def check_shapes(stored: Stored, like: Any) -> None:
@@ -247,25 +243,6 @@ def check_shapes(stored: Stored, like: Any) -> None:
     raise ValueError(
       f"{stored.path} is of another model: {said}: choose the model file of its run, and its sizes."
     )
-
-
-def restore(path: pathlib.Path, like: Any, shardings: Any) -> Any:
-  """Restores a tree by Orbax, each shard onto its device.
-
-  Args:
-    path: the folder that Orbax reads, such as .../checkpoint_1000/state.
-    like: a tree of shapes and dtypes; the checkpoint may hold more.
-    shardings: the same tree of shardings.
-  """
-  import orbax.checkpoint as ocp
-
-  def args(leaf, sharding):
-    return ocp.ArrayRestoreArgs(sharding=sharding, global_shape=leaf.shape, dtype=leaf.dtype)
-
-  restore_args = jax.tree.map(args, like, shardings)
-  with orbax.quiet(), ocp.PyTreeCheckpointer() as reader:
-    wanted = ocp.args.PyTreeRestore(item=like, restore_args=restore_args, partial_restore=True)
-    return reader.restore(path, args=wanted)
 
 
 def check_new(folder: str) -> None:

@@ -110,5 +110,5 @@ def check_start(stored: Stored) -> str:
     return ""
   return (
     f"{stored.path} is of a sparse run and not finalized, so it holds dense weights that its "
-    "network never saw: start from what `nm-sparsity finalize` writes, or go on in its own MODEL_DIR."
+    "network never saw: start from what `nm-sparsity finalize` writes, or go on in its MODEL_DIR."
   )

@@ -42,8 +42,8 @@ def hold(folder: str | os.PathLike) -> Iterator[int]:
       fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
       raise ValueError(
-        f"{folder}: another process is at work there, or a run that a sweep left behind. Wait until "
-        "it ends, or end it (SIGTERM saves first); the same command continues from there."
+        f"{folder}: another process is at work there, or a run that a sweep left. Wait until it "
+        "ends, or end it (SIGTERM saves first); the same command continues from there."
       ) from None
     except OSError:  # a file system without locks
       pass

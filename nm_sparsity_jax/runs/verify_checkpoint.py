@@ -56,7 +56,7 @@ class Proof:
     return self.report.ok
 
   def __str__(self) -> str:
-    """Returns what was removed, with the least and the most of like parameters, and the findings."""
+    """Returns what was removed, the least and the most of like parameters, and the findings."""
     rows = []
     for name, paths in group(list(self.removed), words=True):
       shares = [f"{share:.2%}" for share in sorted(self.removed[path] for path in paths)]

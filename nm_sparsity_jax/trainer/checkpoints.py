@@ -177,9 +177,17 @@ class Checkpoints:
     path, wanted = self.folder / f"{folders.PREFIX}_{step}", to_tree(like, model.rules)
     if not wanted[MUTABLES]:
       wanted.pop(MUTABLES)
-    where = jax.tree.map(lambda x: getattr(x, "sharding", model.replicated), wanted)
+
+    def args(x):  # each shard goes onto its device
+      sharding = getattr(x, "sharding", model.replicated)
+      return self._ocp.ArrayRestoreArgs(sharding=sharding, global_shape=x.shape, dtype=x.dtype)
+
+    restore = self._ocp.args.PyTreeRestore(
+      item=wanted, restore_args=jax.tree.map(args, wanted), partial_restore=True
+    )
     try:
-      tree = checkpoint.restore(path / "state", wanted, where)
+      with self._ocp.PyTreeCheckpointer() as reader:
+        tree = reader.restore(path / "state", args=restore)
     except Exception as e:
       others = [s for s in self.steps() if s < step]
       then = f"continues from {folders.PREFIX}_{others[-1]}" if others else "starts over"
@@ -251,11 +259,7 @@ def load_for_evaluation(stored: checkpoint.Stored, model: Model) -> dict[str, An
 def _load(stored: checkpoint.Stored, model: Model, collections: Any) -> tuple[Any, Any]:
   """Loads parameters and these collections, from the average where the run kept one."""
   like = {"target": model.shapes} | ({MUTABLES: collections} if collections else {})
-  # `deployed` names the average of a key; it is the key itself where there is none.
-  moved = lambda tree: nested({stored.deployed(key): x for key, x in flatten(tree)})
-  found = dict(flatten(checkpoint.load(stored, moved(like), moved(model.shardings(like)))))
-  leaves = [found[stored.deployed(key)] for key, _ in flatten(like)]
-  tree = jax.tree.unflatten(jax.tree.structure(like), leaves)
+  tree = checkpoint.load(stored, like, model.shardings(like))
   return tree["target"], tree.get(MUTABLES, {})
 
 

@@ -19,24 +19,23 @@ from nm_sparsity_jax.trainer.workloads.base import Batch
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Source:
-  """Says where the training batches of a T5 come from.
+  """Says what a T5 is trained on, and evaluated.
 
   Attributes:
     name: of the task or mixture.
-    lengths: feature -> tokens, such as {'inputs': 512, 'targets': 128}; longer ones are cut.
+    lengths: feature -> tokens, such as {'inputs': 512, 'targets': 128}; longer ones are cut. None =
+      as long as the examples, for metrics of decoded text alone.
     batch_size: examples a step, or packed rows.
     module: imported first, to register the name; None = it is registered.
-    split: of the task.
     pack: put several examples into a row.
     shuffle: files and examples, by the seed.
     use_cached: read SeqIO's offline cache.
   """
 
   name: str
-  lengths: Mapping[str, int]
-  batch_size: int
+  lengths: Mapping[str, int] | None = None
+  batch_size: int = 1
   module: str | None = None
-  split: str = "train"
   pack: bool = False
   shuffle: bool = True
   use_cached: bool = False
@@ -50,12 +49,12 @@ class Source:
     """
     import tensorflow as tf
 
-    seqio = import_seqio(self.module)
+    seqio, lengths = import_seqio(self.module), dict(self.lengths or {})
     dataset = seqio.get_dataset(
       mixture_or_task_name=self.name,
-      task_feature_lengths=dict(self.lengths),
+      task_feature_lengths=lengths,
       feature_converter=seqio.EncDecFeatureConverter(pack=self.pack),
-      dataset_split=self.split,
+      dataset_split="train",
       use_cached=self.use_cached,
       shuffle=self.shuffle,
       num_epochs=None,

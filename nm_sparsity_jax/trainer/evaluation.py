@@ -106,12 +106,11 @@ class Splits:
       count = itertools.count()
       for batch in itertools.islice(batches, self.batches):
         found = jax.device_get(step(variables, self.model.put(batch)))
-        size = len(next(iter(batch.values())))
-        is_real = np.ones(size) if workload.real is None else batch[workload.real]
-        # Strict: a prediction that has no entry for each row would be another example's.
-        for keep, *values in zip(is_real, *found.values(), strict=True):
-          if keep:
-            yield {"idx": next(count)}, {k: x.tolist() for k, x in zip(found, values, strict=True)}
+        is_real = np.ones(len(next(iter(batch.values()))))
+        if workload.real is not None:
+          is_real = batch[workload.real]
+        for i in np.flatnonzero(is_real):
+          yield {"idx": next(count)}, {name: x[i].tolist() for name, x in found.items()}
 
     for split, batches in self.splits().items():
       yield split, rows(batches)

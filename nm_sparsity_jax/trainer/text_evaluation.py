@@ -17,55 +17,49 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-import jax
 import numpy as np
 
 from nm_sparsity_jax.deploy import inference_tree
 from nm_sparsity_jax.trainer import data, evaluation
 from nm_sparsity_jax.trainer.workloads import decoding
-from nm_sparsity_jax.trainer.workloads.base import Batch
+from nm_sparsity_jax.trainer.workloads.base import Batch, filled
 
 DECODERS = ("beam", "greedy")
 
 
 @dataclasses.dataclass(eq=False, kw_only=True)
 class Evaluation(evaluation.Splits):
-  """Evaluates a T5 on a task, or on each task of a mixture.
+  """Evaluates a T5 on the task of its data, or on each task of its mixture.
 
   Attributes:
     model: the runner's, of a `t5.T5`.
     folder: gets inference_eval/; None = nothing is written.
     batches: of teacher forcing for each task; None = all, 0 = no teacher forcing.
     split: of the tasks; a task without it is left out.
-    name: of the task or mixture.
     batch_size: rows at once.
-    lengths: feature -> tokens, of teacher forcing and of predictions; decoding for metrics takes
-      what the examples need.
-    module: imported first, to register the name.
+    name: of another task or mixture than that of the data; None = that one.
     num_decodes: beams; 1 is T5X's search with one beam.
     decoder: 'beam', or 'greedy', which is quicker.
     num_examples: examples to decode of each task; None = all, 0 = no decoding.
     write_results: predictions to write for each task and step; None = all.
-    use_cached: read SeqIO's offline cache.
   """
 
-  name: str
   batch_size: int
-  lengths: Mapping[str, int] | None = None
-  module: str | None = None
+  name: str | None = None
   split: str = "validation"  # type: ignore[assignment]
   num_decodes: int = 1
   decoder: str = "beam"
   num_examples: int | None = None
   write_results: int | None = None
-  use_cached: bool = False
 
   def __post_init__(self):
     if self.decoder not in DECODERS:
       raise ValueError(f"DECODER={self.decoder!r}: choose one of {', '.join(DECODERS)}.")
     self.model.check_batch(self.batch_size)
-    seqio = data.import_seqio(self.module)
-    data.check_vocabulary(self.name, self.model.workload.network.config.vocab_size)
+    self._source = self.model.workload.data
+    self.name = self.name or self._source.name
+    seqio = data.import_seqio(self._source.module)
+    data.check_vocabulary(self.name, self.model.workload.network_config.vocab_size)
     known = seqio.get_subtasks(seqio.get_mixture_or_task(self.name))
     self._tasks = [task for task in known if self.split in task.splits]
     if not self._tasks:
@@ -77,13 +71,14 @@ class Evaluation(evaluation.Splits):
 
   def splits(self) -> Mapping[str, Iterator[Batch]]:
     """Returns task -> batches for teacher forcing."""
-    if self.batches == 0 or self.lengths is None:
+    if self.batches == 0 or self._source.lengths is None:
       return {}
     return {task.name: self._loss_batches(task) for task in self._tasks}
 
   def rows(self) -> Callable[[str], int]:
     """Returns path -> rows that the kernel sees at once."""
-    config, inputs = self.model.workload.network_config, (self.lengths or {}).get("inputs", 1)
+    config, lengths = self.model.workload.network_config, self._source.lengths or {}
+    inputs = lengths.get("inputs", 1)
     return inference_tree.rows_of(config, self.batch_size, inputs, self.num_decodes)
 
   @functools.cached_property
@@ -97,7 +92,7 @@ class Evaluation(evaluation.Splits):
       mixture_or_task_name=self.name,
       feature_converter=seqio.EncDecFeatureConverter(pack=False),
       eval_split=self.split,
-      use_cached=self.use_cached,
+      use_cached=self._source.use_cached,
       num_examples=self.num_examples,
       async_compute_metrics=False,  # a checkpoint is compared by them before the next step
       logger_cls=() if folder is None else (seqio.TensorBoardLogger, predictions),
@@ -135,17 +130,17 @@ class Evaluation(evaluation.Splits):
     """Returns the examples of a task, and the features that the network takes."""
     import seqio
 
-    lengths = dict(self.lengths or {})
+    lengths, cached = dict(self._source.lengths or {}), self._source.use_cached
     # The seed is that of what chance the preprocessors use, so that evaluations agree.
     examples = task.get_dataset(
-      lengths, self.split, shuffle=False, seed=0, use_cached=self.use_cached, num_epochs=1
+      lengths, self.split, shuffle=False, seed=0, use_cached=cached, num_epochs=1
     )
     convert = seqio.EncDecFeatureConverter(pack=False)
     return examples, convert(examples, task_feature_lengths=lengths)
 
   def _loss_batches(self, task) -> Iterator[Batch]:
     for batch in self._dataset(task)[1].batch(self.batch_size).as_numpy_iterator():
-      yield _filled(batch, self.batch_size)
+      yield filled(batch, self.batch_size)
 
   def _predicted(self, params: Any, task) -> Iterator[evaluation.Row]:
     examples, features = self._dataset(task)
@@ -160,7 +155,7 @@ class Evaluation(evaluation.Splits):
   def _decoded(self, params, dataset) -> Iterator[tuple[int, list[int], float]]:
     """Yields (index, ids, score) of every example."""
     for indices, examples in dataset.batch(self.batch_size).as_numpy_iterator():
-      batch = _filled(examples, self.batch_size)
+      batch = filled(examples, self.batch_size)
       length = batch["decoder_input_tokens"].shape[1]
       found = self._search(params, self.model.put(batch)["encoder_input_tokens"], length)
       # The batch is filled up to its size, so it has more rows than there are indices.
@@ -171,9 +166,3 @@ class Evaluation(evaluation.Splits):
     if self.decoder == "greedy":
       return decoding.greedy(network, params, inputs, length, self._eos)
     return decoding.beam_search(network, params, inputs, length, self.num_decodes, self._eos)
-
-
-def _filled(batch: Batch, size: int) -> Batch:
-  """Returns a batch of `size` rows; missing ones are all zero."""
-  fill = lambda x: np.pad(x, [(0, size - len(x))] + [(0, 0)] * (x.ndim - 1))
-  return jax.tree.map(fill, batch)

@@ -18,7 +18,7 @@ import datetime
 import json
 import pathlib
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -33,7 +33,6 @@ from nm_sparsity_jax.runs.signals import Signals
 from nm_sparsity_jax.trainer import checkpoints, evaluation, reports, writers
 from nm_sparsity_jax.trainer.run import Run, note_run
 from nm_sparsity_jax.trainer.step import NORMS, Model, TrainState
-from nm_sparsity_jax.training import metrics
 
 __all__ = ["FREE", "Run", "check", "evaluate", "infer", "settings_of", "train"]
 
@@ -238,12 +237,8 @@ class _Process:
     found = self.evaluator.evaluate(run.model.variables(state), step)
     _tell(found, run.model, step, self.curves, reports.say)
     self.curves.flush()
-    rules = run.model.rules
-    summary = lambda s: metrics.summary(s.dense, rules, s.sparse_step, s.masks, per_place=False)
-    now = run.model.jit(summary)(state)
-    # Both are float32 means over all weights, so equal ones may differ in the last bit.
-    is_sparse = bool(now["nm/density"] <= now["nm/density_target"] * (1 + 1e-6))
-    self.entries[step] = evaluation.entry(step, found, is_sparse, run.model.workload)
+    at_target = reports.at_target(run.model.rules, run.model.shapes, self.done)
+    self.entries[step] = evaluation.entry(step, found, at_target, run.model.workload)
     text = json.dumps(list(self.entries.values()), indent=1)
     files.write_atomically(self.saved.folder / "evaluations.json", text + "\n")
     self.saved.best = evaluation.best_step(self.entries.values(), run.best_metric)
@@ -290,13 +285,10 @@ def evaluate(
   Returns:
     0.
   """
-  where = "EVAL_OUTPUT_DIR", output_dir
-  with _opened(where, model, evaluation, checkpoint, config, memory) as (
-    folder, evaluator, variables, step,
-  ):  # fmt: skip
-    found = evaluator.evaluate(variables, step)
-    with contextlib.closing(writers.Curves(folder)) as curves:
-      _tell(found, evaluator.model, step, curves, print)
+  evaluator, variables, step = _open(model, evaluation, checkpoint, output_dir, config, memory)
+  found = evaluator.evaluate(variables, step)
+  with contextlib.closing(writers.Curves(pathlib.Path(evaluator.folder))) as curves:
+    _tell(found, evaluator.model, step, curves, print)
   return 0
 
 
@@ -326,57 +318,44 @@ def infer(
   Returns:
     0.
   """
-  where = "INFER_OUTPUT_DIR", output_dir
-  with _opened(where, model, evaluation, checkpoint, config, memory) as (
-    folder, evaluator, variables, _,
-  ):  # fmt: skip
-    for name, rows in evaluator.predictions(variables):
-      count, whole = 0, files.whole_file(folder / f"{name}-predict.jsonl-00000-of-00001")
-      with whole as unfinished, unfinished.open("w", encoding="utf-8") as file:
-        for count, (inputs, prediction) in enumerate(rows, 1):  # noqa: B007
-          line = {"inputs": inputs, "prediction": prediction}
-          # JSON has no NaN: what reads the file would fail on it, far from here.
-          file.write(json.dumps(line, allow_nan=False) + "\n")
-      print(f"  {name}: {count:,} predictions")
+  evaluator, variables, _ = _open(model, evaluation, checkpoint, output_dir, config, memory)
+  for name, rows in evaluator.predictions(variables):
+    count, path = 0, pathlib.Path(evaluator.folder) / f"{name}-predict.jsonl-00000-of-00001"
+    with files.whole_file(path) as unfinished, unfinished.open("w", encoding="utf-8") as file:
+      for count, (inputs, prediction) in enumerate(rows, 1):  # noqa: B007
+        line = {"inputs": inputs, "prediction": prediction}
+        # JSON has no NaN: what reads the file would fail on it, far from here.
+        file.write(json.dumps(line, allow_nan=False) + "\n")
+    print(f"  {name}: {count:,} predictions")
   return 0
 
 
-@contextlib.contextmanager
-def _opened(
-  where: tuple[str, str], model: Model, evaluation: Any, checkpoint: str, config: str, memory: bool
-) -> Iterator[tuple[pathlib.Path, Any, dict[str, Any], int]]:
-  """Yields a held folder, an evaluator, the variables of a checkpoint, and its global step.
+def _open(
+  model: Model, evaluation: Any, checkpoint: str, output_dir: str, config: str, memory: bool
+) -> tuple[Any, dict[str, Any], int]:
+  """Returns an evaluator, the variables of a checkpoint, and its global step; makes the folder.
 
-  What is refused without a checkpoint is refused before the folder is made.
-
-  Args:
-    where: the macro that names the folder, and its value.
-    model: workload and rules, as in training.
-    evaluation: as in `evaluate`.
-    checkpoint: as in `evaluate`.
-    config: the text for config.gin.
-    memory: as in `evaluate`.
+  The arguments are those of `evaluate`.
   """
-  folder = _folder(*where)
+  folder = _folder("output_dir", output_dir)
   # Its curves and config.gin would be written over. A new run has no checkpoint yet.
   if (folder / "run.json").exists() or run_folders.latest(folder) is not None:
-    raise ValueError(f"{where[0]}={str(folder)!r} holds a run: take another folder.")
+    raise ValueError(f"{str(folder)!r} holds a run: take another folder.")
   evaluator = evaluation(model, str(folder))
   stored = checkpoints.opened(checkpoint, model)
-  with lock.hold(folder):
-    if stored.packed is None:
-      variables = checkpoints.load_for_evaluation(stored, model)
-      about = f"step {stored.step or 0:,}, sparse step {stored.sparse_step or 0:,}"
-      about += ", the moving average of its parameters" if stored.average else ""
-    else:
-      model, about = checkpoints.packed_model(stored, model), "packed"
-      evaluator = evaluation(model, str(folder))
-      held = stored.packed()
-      # Whether a packed product is faster depends on the rows that a layer sees at once.
-      params = inference_tree.prepare(held["params"], evaluator.rows(), memory=memory)
-      variables = jax.device_put({**held, "params": params}, model.replicated)
-    newest = "" if stored.path == checkpoint else f", the newest in {checkpoint}"
-    # Last: what is refused leaves the user's config.gin.
-    files.write_atomically(folder / "config.gin", config)
-    print(f"{stored.path}{newest}: {about}")
-    yield folder, evaluator, variables, stored.step or 0
+  if stored.packed is None:
+    variables = checkpoints.load_for_evaluation(stored, model)
+    about = f"step {stored.step or 0:,}, sparse step {stored.sparse_step or 0:,}"
+    about += ", the moving average of its parameters" if stored.average else ""
+  else:
+    model, about = checkpoints.packed_model(stored, model), "packed"
+    evaluator = evaluation(model, str(folder))
+    held = stored.packed()
+    # Whether a packed product is faster depends on the rows that a layer sees at once.
+    params = inference_tree.prepare(held["params"], evaluator.rows(), memory=memory)
+    variables = jax.device_put({**held, "params": params}, model.replicated)
+  # Last: what is refused leaves the user's config.gin.
+  folder.mkdir(parents=True, exist_ok=True)
+  files.write_atomically(folder / "config.gin", config)
+  print(f"{stored.path}: {about}")
+  return evaluator, variables, stored.step or 0

@@ -27,41 +27,25 @@ from nm_sparsity_jax.trainer.images import augment, rebus
 SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp")
 
 
-def find(
-  data: Any,
-  size: int,
-  batch_size: int = 128,
-  folder: str | None = None,
-  rand_augment: str | None = None,
-  random_erasing: float = 0.0,
-  crop: float | None = None,
-  workers: int = 0,
-) -> images.Source:
+def find(data: Any, batch_size: int = 128, **how: Any) -> images.Source:
   """Returns the images that DATA names.
 
-      find("rebus", size=16)
+      find("rebus")
       find("/data/pets", size=224)  # train/CLASS/*.jpg and validation/CLASS/*.jpg
       find("cifar10", size=224)     # prepared by TensorFlow Datasets
 
   Args:
     data: 'rebus'; 'cifar10', 'imagenet2012' or another data set of TensorFlow Datasets; a folder,
       with a '/' in its name; or a `Source`, which is returned as it is [DATA].
-    size: height and width of an image; rebus has its own [IMAGE_SIZE].
     batch_size: images of a batch [BATCH_SIZE].
-    folder: where prepared data sets are looked for; None = TFDS_DATA_DIR, else
-      ~/tensorflow_datasets [DATA_DIR].
-    rand_augment: timm's words, such as 'rand-m15-n2'; None = none [RAND_AUGMENT].
-    random_erasing: probability that a box of an image is erased [RANDOM_ERASING].
-    crop: least share of an image's area that a random crop shows; None = no crop [RANDOM_CROP].
-    workers: processes that read and augment; 0 = this one [DATA_WORKERS].
+    **how: the attributes of `Indexed`; rebus has none of them.
   """
   if not isinstance(data, str | os.PathLike):
     return data
   if data == "rebus":
     return rebus.Rebus(batch_size)
   path = os.path.expanduser(data)
-  how = (path, size, batch_size, crop, random_erasing, workers, rand_augment)
-  return Folder(*how) if "/" in path else Tfds(*how, folder=folder)
+  return (Folder if "/" in path else Tfds)(path, batch_size=batch_size, **how)
 
 
 @dataclasses.dataclass(eq=False)
@@ -70,28 +54,31 @@ class Indexed(images.Source):
 
   Attributes:
     data: the folder, or the name of the data set [DATA].
-    size: height and width of an image.
+    size: height and width of an image [IMAGE_SIZE].
     batch_size: images of a batch.
-    crop: see `augment.training` [RANDOM_CROP].
-    erasing: see `augment.training` [RANDOM_ERASING].
+    folder: where prepared data sets are looked for; None = TFDS_DATA_DIR, else
+      ~/tensorflow_datasets [DATA_DIR].
+    crop: least share of an image's area that a random crop shows; None = no crop [RANDOM_CROP].
+    random_erasing: probability that a box of an image is erased [RANDOM_ERASING].
+    rand_augment: timm's words, such as 'rand-m15-n2'; None = nothing [RAND_AUGMENT].
     workers: processes of grain that read ahead; 0 = this one [DATA_WORKERS].
-    rand: see `rand_augment.parse`; None = nothing [RAND_AUGMENT].
   """
 
   data: str
   size: int
   batch_size: int = 128
+  folder: str | None = None
   crop: float | None = None
-  erasing: float = 0.0
+  random_erasing: float = 0.0
+  rand_augment: str | None = None
   workers: int = 0
-  rand: str | None = None
 
   def __post_init__(self):
     self._augment = None
-    if self.rand is not None:
+    if self.rand_augment is not None:
       from nm_sparsity_jax.trainer.images import rand_augment  # Pillow, of the extra `vision`
 
-      self._augment = rand_augment.parse(self.rand)
+      self._augment = rand_augment.parse(self.rand_augment)
 
   @property
   @abc.abstractmethod
@@ -130,7 +117,7 @@ class Indexed(images.Source):
   def _drawn(self, example: Any, rng: np.random.Generator) -> tuple[np.ndarray, int]:
     """Returns an example as training sees it, by the random stream of its position."""
     picture, label = self.read(example)
-    how = self.crop, self.erasing, self._augment
+    how = self.crop, self.random_erasing, self._augment
     return augment.training(picture, self.size, rng, *how), label
 
   def _split(self, table: Sequence[Any]) -> Iterator[images.Batch]:
@@ -148,7 +135,7 @@ class Indexed(images.Source):
 class Folder(Indexed):
   """Images in folders: PATH/train/CLASS/*.jpg, PATH/validation/CLASS/*.jpg.
 
-      Folder("/data/pets", size=224, batch_size=128, crop=0.08)
+      find("/data/pets", size=224, batch_size=128, crop=0.08)
 
   Classes are the folders of 'train' in alphabetical order. Every other folder is a split.
   """
@@ -186,21 +173,15 @@ class Folder(Indexed):
       raise ValueError(f"DATA: {path} cannot be read ({e}): it is damaged. Take it out.") from e
 
 
-@dataclasses.dataclass(eq=False)
 class Tfds(Indexed):
   """A data set of TensorFlow Datasets that is prepared as array records; nothing is downloaded.
 
-      Tfds("cifar10", size=224, batch_size=64, folder="/data")
+      find("cifar10", size=224, batch_size=64, folder="/data")
 
   It has the features 'image' and 'label'. 'validation' is evaluated, or 'test' where there is none.
 
       tfds build cifar10 --file_format=array_record --data_dir=/data
-
-  Attributes:
-    folder: where it is looked for; None = TFDS_DATA_DIR, else ~/tensorflow_datasets [DATA_DIR].
   """
-
-  folder: str | None = None
 
   @functools.cached_property
   def _builder(self) -> Any:

@@ -49,7 +49,7 @@ class T5(Workload):
 
   Args:
     network: dense, without rules of its own.
-    data: where training batches come from; None = nowhere, for evaluation alone.
+    data: what it is trained on and evaluated; None = nothing, for a plan.
     lengths: feature -> tokens of an example; None = those of the data.
     z_loss: weight of log(Z)^2, which keeps the logits from drifting.
     label_smoothing: share of the probability that goes to all other tokens.
