@@ -6,6 +6,7 @@ import multiprocessing
 import shutil
 import sys
 import types
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -46,9 +47,7 @@ class Builder:
 @pytest.fixture
 def tfds(monkeypatch):
   """A stand-in for tensorflow_datasets; it notes what it was asked for."""
-  made = types.ModuleType("tensorflow_datasets")
-  made.asked, made.made = [], Builder()
-  made.builder = lambda name, **fields: made.asked.append((name, fields)) or made.made
+  made = mock.Mock(**{"builder.return_value": Builder()})
   monkeypatch.setitem(sys.modules, "tensorflow_datasets", made)
   return made
 
@@ -57,8 +56,8 @@ def tfds(monkeypatch):
 def make(request, pets, tfds):
   """Makes a source that augments, of batches of three."""
   data = str(pets) if request.param == "folder" else request.param
-  how = dict(crop=0.1, random_erasing=0.5, rand_augment="rand-m9-mstd0.5-inc1", folder="/data")
-  return lambda: readers.find(data, 16, batch_size=3, **how)
+  how = dict(size=16, crop=0.1, random_erasing=0.5, rand_augment="rand-m9-mstd0.5-inc1")
+  return lambda: readers.find(data, batch_size=3, **how)
 
 
 def same(one, other):
@@ -80,18 +79,17 @@ def test_batch_i_is_a_function_of_seed_and_i(make):
 
 
 def test_splits_are_read_in_order_and_filled_up(pets, tfds):
-  data = readers.find(str(pets), 16, batch_size=3)
+  data = readers.find(str(pets), size=16, batch_size=3)
   assert len(data.tables["train"]) == 8
   (batch,) = data.splits()["validation"]
   assert batch["label"].tolist() == [0, 0, 0] and batch["real"].tolist() == [1, 1, 0]
-  data = readers.find("cifar10", 16, batch_size=3, folder="/data")
+  data = readers.find("cifar10", size=16, batch_size=3, folder="/data")
   assert [*data.splits()] == ["test"]
   batches = list(data.splits()["test"])
   assert [b["real"].sum() for b in batches] == [3, 3, 2]
   assert np.concatenate([b["label"] for b in batches])[:8].tolist() == list(range(8))
-  assert tfds.asked[0] == ("cifar10", {"data_dir": "/data", "file_format": "array_record"})
-  own = types.SimpleNamespace()
-  assert readers.find(own, 7) is own
+  tfds.builder.assert_called_with("cifar10", data_dir="/data", file_format="array_record")
+  assert readers.find(data, size=7) is data
 
 
 def test_a_crop_shows_a_part_and_a_flip_the_other_side():
@@ -137,7 +135,7 @@ def test_rand_augment_draws_by_the_stream_and_a_large_magnitude_is_ten():
 def test_workers_read_what_one_process_reads(pets):
   """grain's processes: each makes whole batches, which come in their order."""
   pytest.importorskip("grain", reason="needs grain: pip install -e '.[vision]'")
-  make = lambda workers: readers.find(str(pets), 16, batch_size=2, crop=0.2, workers=workers)
+  make = lambda workers: readers.find(str(pets), size=16, batch_size=2, crop=0.2, workers=workers)
   ahead = make(2).train(1, 3)
   for one, other in zip(itertools.islice(make(0).train(1, 3), 4), ahead, strict=False):
     same(one, other)
@@ -152,24 +150,19 @@ def test_workers_read_what_one_process_reads(pets):
     (lambda p: write(p / "validation/birds/b.png"), "birds"),
     (lambda p: shutil.rmtree(p / "train"), "train/CLASS"),
     (lambda p: (p / "validation/cats/0.png").write_bytes(b"no"), "0.png .*damaged"),
-    (lambda p: cut(p / "validation/cats/0.png"), "0.png .*damaged"),
   ],
 )
 def test_a_file_that_does_not_fit_is_named(pets, spoil, word):
   spoil(pets)
-  data = readers.find(str(pets), 16, 2)
+  data = readers.find(str(pets), size=16, batch_size=2)
   with pytest.raises(ValueError, match=word):
     data.check()
     list(data.splits()["validation"])
 
 
-def cut(path):
-  path.write_bytes(path.read_bytes()[:300])
-
-
 def test_words_that_are_not_timms_are_refused():
   with pytest.raises(ValueError, match="RAND_AUGMENT='augmix-m3'"):
-    readers.find("/data/pets", 16, rand_augment="augmix-m3")
+    readers.find("/data/pets", size=16, rand_augment="augmix-m3")
 
 
 # --- rebus --------------------------------------------------------------------------------------
@@ -189,12 +182,3 @@ def test_the_bits_of_rebus_are_those_of_the_first_day():
   task = rebus.Rebus(batch_size=32)
   assert digest(next(task.train(0, 0))) == TRAIN
   assert digest(next(iter(task.splits()["validation"]))) == VALIDATION
-
-
-def test_rebus_validates_on_2048_pictures_whatever_a_batch_holds():
-  found = []
-  for size in (128, 300):
-    batches = list(rebus.Rebus(size).splits()["validation"])
-    found.append(np.concatenate([b["image"][b["real"] == 1] for b in batches]))
-  assert found[0].shape == (2048, 16, 16, 3)
-  np.testing.assert_array_equal(*found)

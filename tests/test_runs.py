@@ -6,7 +6,7 @@ import os
 import signal
 import subprocess
 import sys
-import threading
+from unittest import mock
 
 import pytest
 
@@ -98,11 +98,8 @@ def test_the_target_holds_from_the_dense_phase_on_where_nothing_comes_between(re
     (1, True, [("x", "1", "True")]),
     (math.nan, math.nan, []),
     ([1, 2], [1, 3], [("x/1", "2", "3")]),
-    ({"a": 1, "b": 2}, {"b": 2, "a": 1}, []),
     ({"a": 1}, {"b": 1}, [("x/a", "1", "not set"), ("x/b", "not set", "1")]),
     ({"": "F", "a": 1}, {"": "G", "b": 1}, [("x", "'F'", "'G'")]),
-    ({"": "F", "a": [{"": "G", "b": 1}]}, {"": "F", "a": [{"": "G"}]},
-     [("x/a/0/b", "1", "not set")]),
     ({"a": None, "b": []}, {"a": None, "b": 2}, [("x/b", "[]", "2")]),
   ],
 )  # fmt: skip
@@ -145,18 +142,7 @@ def test_a_kill_in_the_middle_leaves_the_file_before(tmp_path):
     child.kill()
   assert path.read_text() == "one"
   files.write_atomically(path, b"two")  # takes what the kill left
-  with pytest.raises(KeyboardInterrupt), files.whole_file(path) as unfinished:
-    unfinished.write_text("three")
-    raise KeyboardInterrupt
   assert path.read_text() == "two" and [p.name for p in tmp_path.iterdir()] == [path.name]
-
-
-def test_where_nothing_can_be_written_is_said(tmp_path):
-  (tmp_path / "file").write_text("")
-  files.check_folder("OUT", tmp_path / "new/deep")
-  with pytest.raises(ValueError, match="OUT: nothing can be written"):
-    files.check_folder("OUT", tmp_path / "file/deep")
-  assert [p.name for p in tmp_path.iterdir()] == ["file"]
 
 
 # --- one process at a time ----------------------------------------------------------------------
@@ -198,25 +184,14 @@ def test_the_first_signal_is_noted_and_a_second_ctrl_c_interrupts():
     with pytest.raises(KeyboardInterrupt):
       send(signal.SIGINT)
   assert handlers() == before
-  thread = threading.Thread(target=signals.Signals().__enter__)  # no handlers are allowed there
-  thread.start()
-  thread.join()
-  assert handlers() == before
-
-
-class Child:
-  def __init__(self):
-    self.said = []
-    self.terminate = lambda: self.said.append("terminate")
-    self.kill = lambda: self.said.append("kill")
 
 
 def test_signals_are_passed_to_the_child_of_the_moment():
-  first, second = Child(), Child()
+  first, second = mock.Mock(), mock.Mock()
   with signals.Signals() as stop:
     stop.relay(first)
     send(signal.SIGINT)
     stop.relay(second)
     send(signal.SIGTERM, signal.SIGINT)
-  assert first.said == ["terminate"] and second.said == ["terminate", "terminate", "kill"]
-  assert stop.name == "SIGINT"
+  assert first.mock_calls == [mock.call.terminate()] and stop.name == "SIGINT"
+  assert second.mock_calls == [mock.call.terminate(), mock.call.terminate(), mock.call.kill()]

@@ -31,7 +31,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # what it imports warns on it
 
 with warnings.catch_warnings():
   warnings.simplefilter("ignore")
-  from nm_sparsity_jax.trainer import checkpoints, evaluation, step
+  from nm_sparsity_jax.trainer import checkpoints, evaluation, step, train
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 EXAMPLE = ROOT / "examples" / "own_workload"
@@ -251,7 +251,6 @@ def test_what_is_scored_is_finalized(run, tmp_path):
   "name, macros, word",
   [
     ("own", dict(BATCH_SIZE=15, MICROBATCHES=2), "BATCH_SIZE=15 must be a multiple"),
-    ("images", dict(SPARSITY_RULES={"stem": "1:8"}), "INDIVISIBLE"),
     ("images", dict(SPARSITY_RULES={"ff": "1:8"}), "have stem, conv, shortcut, head"),
     ("images", dict(LOSS="hinge"), "LOSS='hinge'"),
   ],
@@ -273,23 +272,15 @@ def test_a_run_goes_on_with_its_own_settings_alone(runs, capsys):
 
 
 @pytest.mark.parametrize(
-  "where, macros, word",
-  [
-    ("none", dict(EVAL_SPLIT="tset"), "EVAL_SPLIT='tset'"),
-    ("none", dict(PATTERN="1:4"), "PATTERN='1:4'"),
-    ("run", {}, "holds a run"),
-    ("t5x", {}, "holds a run"),  # T5X has no run.json
-  ],
+  "macros, word",
+  [(dict(EVAL_SPLIT="tset"), "EVAL_SPLIT='tset'"), (dict(PATTERN="1:4"), "PATTERN='1:4'")],
 )
-def test_an_evaluation_that_does_not_fit_writes_nothing(
-  where, macros, word, runs, tmp_path, capsys
-):
-  run = runs("own")
-  (tmp_path / "t5x/checkpoint_3/state").mkdir(parents=True)
-  (tmp_path / "t5x/checkpoint_3/state/_METADATA").write_text("{}")
-  out = run.folder if where == "run" else tmp_path / where
-  assert run.call("eval", run.folder / f"checkpoint_{MIDDLE}", out, **macros) == 1
-  assert word in capsys.readouterr().err and not (tmp_path / "none").exists()
+def test_an_evaluation_that_does_not_fit_writes_nothing(macros, word, runs, tmp_path, capsys):
+  path = runs("own").folder / f"checkpoint_{MIDDLE}"
+  assert runs("own").call("eval", path, tmp_path / "new", **macros) == 1
+  assert word in capsys.readouterr().err and not (tmp_path / "new").exists()
+  assert runs("own").call("eval", path, path.parent) == 1
+  assert "holds a run" in capsys.readouterr().err
 
 
 # --- predictions --------------------------------------------------------------------------------
@@ -332,18 +323,13 @@ class Weighed(workloads.Workload):
   """Its loss is `scale` * (1 - w), summed over rows that weigh `scale` each; its state counts."""
 
   weight, batch_size = "rows", 4
+  batches = splits = None
 
   def __init__(self, scale):
     self.scale = scale
 
   def init(self, rng):
     return {"params": {"w": jnp.zeros(())}, "seen": {"rows": jnp.zeros(())}}
-
-  def batches(self, seed, start):
-    return iter([{"x": jnp.ones(4)}])
-
-  def splits(self):
-    return {}
 
   def loss(self, params, state, batch, rng):
     sums = {"rows": self.scale * jnp.sum(batch["x"])}
@@ -363,11 +349,24 @@ def test_the_gradient_is_that_of_the_mean_however_small_the_weight(scale, moved)
     state, sums = model.train_step(optimizer, key, parts)(state, batch)
     assert state.params["w"] == moved and sums["rows"] == 4 * scale
     assert state.collections["seen"]["rows"] == 4
-  assert Weighed(1).scalars({"loss": 0.5, "rows": 0.25}) == {"loss": 2.0}
-  assert Weighed(1).scalars({"loss": 0.0, "rows": 0.0}) == {"loss": 0.0}
+  sums = {"loss": 2 * scale, "rows": scale}
+  assert Weighed(scale).scalars(sums) == {"loss": 2.0 if scale else 0.0}
 
 
 # --- what is incomplete -------------------------------------------------------------------------
+
+
+def test_a_tracker_of_your_own_gets_what_the_files_get(tmp_path):
+  seen = {}
+  track = lambda room, step, scalars: seen.setdefault(room, []).append({"step": step, **scalars})
+  run = train.Run(
+    model=model_of(own_workload.Regression()), model_dir=str(tmp_path), optimizer=optax.sgd(0.01),
+    sparse_steps=8, tracker=track, evaluation=evaluation.Splits, stats_period=1,
+  )  # fmt: skip
+  assert train.train(run) == 0
+  rooms = "train", "training_eval/validation"
+  assert {*seen} == {*rooms, "inference_eval/validation"}  # seqio writes files of the third
+  assert [seen[room] for room in rooms] == [lines_of(tmp_path, room) for room in rooms]
 
 
 class Masked(own_workload.Regression):
