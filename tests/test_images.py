@@ -103,8 +103,6 @@ def test_a_crop_shows_a_part_and_a_flip_the_other_side():
   assert min(seen) < whole / 2 < max(seen) <= whole
   changed = (training(0, None, 0.0) != training(0, None, 1.0)).any(-1)
   assert 0 < changed.sum() < 40  # one box of at most a third
-  grey = np.full((2, 2, 3), 255 * augment.MEAN, np.float32)
-  assert abs(augment.normalized(grey)).max() < 1e-6
 
 
 @pytest.mark.parametrize("change", range(15))
@@ -122,13 +120,12 @@ def test_every_operation_of_rand_augment_changes_what_it_should(change):
   assert moved(0.0, True) <= moved(0.5, True) + 1e-9 <= moved(1.0, True) + 2e-9
 
 
-def test_rand_augment_draws_by_the_stream_and_a_large_magnitude_is_ten():
+def test_rand_augment_draws_and_a_large_magnitude_is_ten():
   picture = Image.fromarray(np.random.default_rng(0).integers(0, 256, (24, 24, 3), np.uint8))
-  made = lambda words, i: np.asarray(rand_augment.parse(words)(picture, np.random.default_rng(i)))
-  found = [made("rand-m15-n2", i) for i in range(40)]
-  np.testing.assert_array_equal(found[3], made("rand-m10", 3))
-  changed = [not np.array_equal(image, np.asarray(picture)) for image in found]
-  assert 20 < sum(changed) < 40  # each of two does nothing half of the time
+  make = lambda words, i: np.asarray(rand_augment.parse(words)(picture, np.random.default_rng(i)))
+  found = [make("rand-m15-n2", i) for i in range(40)]
+  np.testing.assert_array_equal(found[3], make("rand-m10", 3))
+  assert 20 < sum((image != picture).any() for image in found) < 40  # half of two do nothing
 
 
 @pytest.mark.slow

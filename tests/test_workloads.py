@@ -18,7 +18,6 @@ import pytest
 from checkpoint_files import assert_same, read
 
 from nm_sparsity_jax import cli
-from nm_sparsity_jax.analysis.report import reading, scored
 from nm_sparsity_jax.core.trees import flatten
 from nm_sparsity_jax.integrations import gin_files
 from nm_sparsity_jax.runs import checkpoint, folders
@@ -138,7 +137,6 @@ def test_it_trains_and_says_what_it_is(run, tmp_path):
   lines = lines_of(run.folder)
   assert {metric, "grad_norm", "update_norm", "learning_rate"} < set(lines[-1])
   assert [x["step"] for x in lines if "nm/density" in x] == [MIDDLE, STEPS]
-  assert not run.own or lines[-1]["loss"] < lines[0]["loss"]
   found = folders.evaluations(run.folder).values()
   assert [e["at_target"] for e in found] == [False, True]
   assert all(metric in e["metrics"]["validation"] for e in found)
@@ -146,8 +144,6 @@ def test_it_trains_and_says_what_it_is(run, tmp_path):
   assert noted["class"].endswith("own_workload.Regression" if run.own else ".vision.Images")
   params = sum(x.size for k, x in saved.items() if k.startswith("target/"))
   assert flops.Cost(tuple(flops.Op(**op) for op in noted["ops"])).params == params
-  (measure,) = scored.measures(reading.read([run.folder])[0]).values()
-  assert measure.metrics == (metric,) and measure.less == run.own
   assert cli.main(["report", str(run.folder), "--out", str(tmp_path / "report.html")]) == 0
 
 
@@ -220,7 +216,6 @@ def test_eval_and_infer_say_what_the_run_says_of_a_checkpoint(run, tmp_path, cap
     assert np.abs(said - wanted).mean() == pytest.approx(alone["absolute_error"], rel=1e-4)
   else:
     assert (said == wanted)[:16].mean() == pytest.approx(alone["accuracy"])
-    assert all(0 <= row["prediction"]["probability"] <= 1 for row in rows)
 
 
 def test_what_is_scored_is_finalized(run, tmp_path):
@@ -238,27 +233,13 @@ def test_what_is_scored_is_finalized(run, tmp_path):
   params, kept, number = start(tmp_path)
   jax.tree.map(np.testing.assert_array_equal, {"params": params, **kept}, final)
   assert number == STEPS
-  with warnings.catch_warnings(record=True) as told:
+  with warnings.catch_warnings(record=True) as seen:
     warnings.simplefilter("always")
     params, kept, _ = start(run.folder)
-  assert any("not finalized" in str(w.message) for w in told) != run.own
+  assert any("not finalized" in str(w.message) for w in seen) != run.own
   saved, average = read(run.folder, STEPS), "" if run.own else "state/average/"
   for name, leaf in flatten({"target": params, "flax_mutables": kept}):
     np.testing.assert_array_equal(leaf, saved[average + name])
-
-
-@pytest.mark.parametrize(
-  "name, macros, word",
-  [
-    ("own", dict(BATCH_SIZE=15, MICROBATCHES=2), "BATCH_SIZE=15 must be a multiple"),
-    ("images", dict(SPARSITY_RULES={"ff": "1:8"}), "have stem, conv, shortcut, head"),
-    ("images", dict(LOSS="hinge"), "LOSS='hinge'"),
-  ],
-)
-def test_plan_says_what_does_not_fit(name, macros, word, runs, tmp_path, capsys):
-  command = runs(name).words(MODEL_DIR=str(tmp_path / "run"), **macros)
-  assert cli.main(["plan", *command]) == 1
-  assert word in capsys.readouterr().out
 
 
 def test_a_run_goes_on_with_its_own_settings_alone(runs, capsys):

@@ -75,16 +75,14 @@ def export(
     rules = _rules_of_layers(proof.rules, shapes)
   arrays = {key: np.asarray(x) for key, x in stored.variables().items()}
   if is_t5:
-    arrays = {key.removeprefix("params/"): x for key, x in arrays.items()}
     config = huggingface.config_of(shapes, stored.path)
     if feed_forward:
       activations = huggingface.activations_of(feed_forward, "feed_forward")
       config = dataclasses.replace(config, mlp_activations=activations)
-    dtype = str(arrays["token_embedder/embedding"].dtype)
-    tensors = huggingface.to_huggingface(arrays, config)
-    huggingface.write_folder(file, tensors, huggingface.to_json(config, dtype))
+    params = {key.removeprefix("params/"): x for key, x in arrays.items()}
+    huggingface.write(file, params, config)
   else:
-    safetensors_file.write(file, timm.to_timm(arrays))
+    timm.write(file, arrays)
   # Their tensors are (out, in), and the reader turns them: axis 1 there is axis 0 of the proof.
   return verify_checkpoint.verify(file, rules) if is_sparse else None
 

@@ -189,11 +189,9 @@ class Checkpoints:
       with self._ocp.PyTreeCheckpointer() as reader:
         tree = reader.restore(path / "state", args=restore)
     except Exception as e:
-      others = [s for s in self.steps() if s < step]
-      then = f"continues from {folders.PREFIX}_{others[-1]}" if others else "starts over"
       raise ValueError(
         f"{path} cannot be read: it is damaged, or of another program ({first_line(e)}). Move it "
-        f"away, and the same command {then}."
+        "away, and the same command continues from the newest that is left."
       ) from e
     rules = rules_text.unpack(tree["state"][COLLECTION]["rules"])
     refuse_other_rules(rules, model.rules, str(path))

@@ -28,7 +28,6 @@ class Source:
     batch_size: examples a step, or packed rows.
     module: imported first, to register the name; None = it is registered.
     pack: put several examples into a row.
-    shuffle: files and examples, by the seed.
     use_cached: read SeqIO's offline cache.
   """
 
@@ -37,7 +36,6 @@ class Source:
   batch_size: int = 1
   module: str | None = None
   pack: bool = False
-  shuffle: bool = True
   use_cached: bool = False
 
   def batches(self, seed: int, start: int) -> Iterator[Batch]:
@@ -56,7 +54,7 @@ class Source:
       feature_converter=seqio.EncDecFeatureConverter(pack=self.pack),
       dataset_split="train",
       use_cached=self.use_cached,
-      shuffle=self.shuffle,
+      shuffle=True,
       num_epochs=None,
       seed=seed,
       batch_size=self.batch_size,

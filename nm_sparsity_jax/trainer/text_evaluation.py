@@ -41,7 +41,6 @@ class Evaluation(evaluation.Splits):
     num_decodes: beams; 1 is T5X's search with one beam.
     decoder: 'beam', or 'greedy', which is quicker.
     num_examples: examples to decode of each task; None = all, 0 = no decoding.
-    write_results: predictions to write for each task and step; None = all.
   """
 
   batch_size: int
@@ -50,7 +49,6 @@ class Evaluation(evaluation.Splits):
   num_decodes: int = 1
   decoder: str = "beam"
   num_examples: int | None = None
-  write_results: int | None = None
 
   def __post_init__(self):
     if self.decoder not in DECODERS:
@@ -87,7 +85,6 @@ class Evaluation(evaluation.Splits):
     import seqio
 
     folder = self.folder
-    predictions: Any = functools.partial(seqio.JSONLogger, write_n_results=self.write_results)
     return seqio.Evaluator(
       mixture_or_task_name=self.name,
       feature_converter=seqio.EncDecFeatureConverter(pack=False),
@@ -95,7 +92,7 @@ class Evaluation(evaluation.Splits):
       use_cached=self._source.use_cached,
       num_examples=self.num_examples,
       async_compute_metrics=False,  # a checkpoint is compared by them before the next step
-      logger_cls=() if folder is None else (seqio.TensorBoardLogger, predictions),
+      logger_cls=() if folder is None else (seqio.TensorBoardLogger, seqio.JSONLogger),
       log_dir=None if folder is None else os.path.join(folder, "inference_eval"),
     )
 
