@@ -298,7 +298,24 @@ def test_mistakes_are_one_line(change, words, tmp_path, capsys):
   assert words in error and len(error.splitlines()) == 1, error
 
 
-# --- loss and data -----------------------------------------------------------------------------
+# --- the step, loss and data ----------------------------------------------------------------------
+
+
+def test_devices_that_share_weights_change_nothing():
+  optimizer, key, found = optax.sgd(0.1), jax.random.PRNGKey(0), []
+  for devices, partitions in ((1, 1), (8, 2)):
+    model = model_of(devices, partitions, **SR_STE)
+    state, step_of = (
+      model.begin(model.initial(key)[0], optimizer, 0),
+      model.train_step(optimizer, key),
+    )
+    for batch in itertools.islice(model.workload.batches(0, 0), 2):
+      state, sums = step_of(state, model.put(batch))
+    found.append(jax.device_get((state.params, sums)))
+  kernel = state.params["encoder"]["layers_0"]["mlp"]["wo"]["kernel"]
+  assert kernel.sharding.spec == jax.P("model", None)
+  near = functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5)
+  jax.tree.map(near, *found)
 
 
 def test_the_loss_is_its_definition():

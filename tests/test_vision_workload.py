@@ -119,9 +119,8 @@ VIT = vit.ViT(vit.config("vit_test", patch=8))
     # Batch statistics are those of the whole batch, and pairs are mixed as on one device.
     (resnet_of(), dict(mixup=0.8, cutmix=1.0, label_smoothing=0.1), (8, 1, 1)),
     (VIT, {}, (1, 1, 4)),
-    (VIT, {}, (8, 2, 1)),
   ],
-  ids=["statistics", "microbatches", "attention"],
+  ids=["statistics", "microbatches"],
 )
 def test_devices_and_microbatches_change_nothing(network, mixing, split):
   """Parameters, statistics, sums and the average of two steps are those of one device."""
@@ -137,8 +136,6 @@ def test_devices_and_microbatches_change_nothing(network, mixing, split):
     for i in range(2):
       state, sums = update(state, model.put(next(workload.batches(0, i))))
     found.append(jax.device_get((state.params, state.collections, state.average, sums)))
-    sharded = [x.sharding.shard_shape(x.shape) != x.shape for x in jax.tree.leaves(state.params)]
-    assert any(sharded) == (partitions > 1)
   near = lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-5)
   jax.tree.map(near, *found)
 

@@ -31,7 +31,6 @@ from nm_sparsity_jax.training import rules_text
 
 _NOTES = "notes.json"  # in a checkpoint of `write`: rules, and settings of the network
 _SPARSE = "flax_mutables/nm_sparsity/"
-_AVERAGE = "state/average/"  # before the key of what it is the average of; written by `trainer`
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -90,36 +89,24 @@ class Stored:
 
   @property
   def average(self) -> bool:
-    """Returns whether the run kept a moving average of what it trained."""
-    return any(key.startswith(f"{_AVERAGE}target/") for key in self.leaves)
+    """Returns whether the run kept a moving average of what it trained: that is what is read."""
+    return any(key.startswith("state/not_averaged/") for key in self.leaves)
 
   def masks(self) -> dict[str, Any]:
     """Returns the stored masks, as `nms.init_state` makes them; `{}` where it keeps none."""
-    kept = {
-      key.removeprefix(_SPARSE): x for key, x in self.leaves.items() if key.startswith(_SPARSE)
-    }
+    kept = {k.removeprefix(_SPARSE): x for k, x in self.leaves.items() if k.startswith(_SPARSE)}
     tree = {k: np.asarray(x) for k, x in kept.items() if k not in ("step", "start", "rules")}
     return nested({"step": np.int32(self.sparse_step or 0), **tree}) if tree else {}
-
-  def deployed(self, key: str) -> str:
-    """Returns where the values lie that are scored and deployed: in the average, if there is one.
-
-        stored.array(stored.deployed("target/head/kernel"))
-
-    Args:
-      key: of a parameter, of the workload's state, or any other, which is returned.
-    """
-    return _AVERAGE + key if _AVERAGE + key in self.leaves else key
 
   def variables(self) -> dict[str, Leaf]:
     """Returns what is deployed, not read yet: 'params/head/kernel', 'batch_stats/bn1/mean', ..."""
     found = {}
-    for key in self.leaves:
+    for key, x in self.leaves.items():
       collection, _, path = key.removeprefix("flax_mutables/").partition("/")
       if key.startswith("target/"):
-        found[f"params/{path}"] = self.leaves[self.deployed(key)]
+        found[f"params/{path}"] = x
       elif key.startswith("flax_mutables/") and collection != "nm_sparsity":
-        found[f"{collection}/{path}"] = self.leaves[self.deployed(key)]
+        found[f"{collection}/{path}"] = x
     return found
 
 
@@ -229,7 +216,7 @@ def load(stored: Stored, like: Any, shardings: Any) -> Any:
   check_shapes(stored, like)
   # One array at a time is on the host: all of them may not fit.
   placed = [
-    jax.device_put(stored.array(stored.deployed(key)).astype(x.dtype), sharding)
+    jax.device_put(stored.array(key).astype(x.dtype), sharding)
     for (key, x), sharding in zip(flatten(like), jax.tree.leaves(shardings), strict=True)
   ]
   return jax.tree.unflatten(jax.tree.structure(like), placed)

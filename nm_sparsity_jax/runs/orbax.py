@@ -18,6 +18,7 @@ import numpy as np
 from nm_sparsity_jax.core.trees import flatten, nested
 from nm_sparsity_jax.deploy.safetensors_file import Lazy
 
+AVERAGE = "state/average/"  # of a local run, before the name of what it is the average of
 # A name of Kauldron, or of the local runner, which trains in place, so its state is the optimizer's
 # -> T5X's name; the first that fits. `nms.sparse` keeps the step twice.
 _NAMES = (
@@ -57,15 +58,21 @@ def read(state: Any) -> dict[str, Lazy]:
 
     return Lazy(tuple(x.shape), np.dtype(x.dtype), array)
 
-  found = [(_t5x_name(name), name, x) for name, x in flatten(metadata.item_metadata.tree)]
-  return {key: lazy(name, x) for key, name, x in found if key is not None}
+  found = dict(flatten(metadata.item_metadata.tree))
+  # What a run scored is read in place of what it averaged.
+  averaged = {name.removeprefix(AVERAGE) for name in found if name.startswith(AVERAGE)}
 
+  def key_of(name: str) -> str | None:
+    """Returns T5X's name."""
+    if name in averaged:
+      return f"state/not_averaged/{name}"
+    name = name.removeprefix(AVERAGE)
+    for theirs, ours in _NAMES:
+      if name == theirs or theirs.endswith("/") and name.startswith(theirs):
+        return None if ours is None else ours + name.removeprefix(theirs)
+    return name
 
-def _t5x_name(key: str) -> str | None:
-  for theirs, ours in _NAMES:
-    if key == theirs or theirs.endswith("/") and key.startswith(theirs):
-      return None if ours is None else ours + key.removeprefix(theirs)
-  return key
+  return {key: lazy(name, x) for name, x in found.items() if (key := key_of(name)) is not None}
 
 
 @contextlib.contextmanager

@@ -26,8 +26,7 @@ from typing import Any
 
 import numpy as np
 
-from nm_sparsity_jax.core.text import table
-from nm_sparsity_jax.core.trees import flatten, group, nested
+from nm_sparsity_jax.core.trees import flatten, nested
 from nm_sparsity_jax.runs import checkpoint, checkpoint_rules
 from nm_sparsity_jax.runs.checkpoint import Stored
 from nm_sparsity_jax.training import apply, rules_text
@@ -56,13 +55,9 @@ class Proof:
     return self.report.ok
 
   def __str__(self) -> str:
-    """Returns what was removed, the least and the most of like parameters, and the findings."""
-    rows = []
-    for name, paths in group(list(self.removed), words=True):
-      shares = [f"{share:.2%}" for share in sorted(self.removed[path] for path in paths)]
-      rows.append((name, " .. ".join(dict.fromkeys((shares[0], shares[-1])))))
-    lines = [*table(("removed of", "sum of |w|"), rows), ""] if rows else []
-    return "\n".join([*lines, str(self.report)])
+    shares = sorted(self.removed.values())
+    removed = f"removed {shares[0]:.2%} to {shares[-1]:.2%} of the sum of |w|\n" if shares else ""
+    return f"{removed}{self.report}"
 
   def as_dict(self) -> dict[str, Any]:
     """Returns the findings as values that JSON knows."""
@@ -166,5 +161,5 @@ def _without_optimizer(stored: Stored) -> dict[str, np.ndarray]:
     arrays["flax_mutables/nm_sparsity/start"] = np.asarray(np.int32(stored.start or 0))
   for key in stored.leaves:
     if key.startswith(("target/", "flax_mutables/")) or key == "state/step":
-      arrays[key] = stored.array(stored.deployed(key))
+      arrays[key] = stored.array(key)
   return arrays

@@ -60,7 +60,7 @@ def to_tree(state: TrainState, rules: Rules) -> dict[str, Any]:
       "step": state.sparse_step, "rules": rules_text.pack(rules_text.describe(rules)), **kept
     },
   }  # fmt: skip
-  if state.average:  # where `Stored.deployed` looks for it; no optimizer has names there
+  if state.average:  # where `runs.orbax.read` looks for it
     average = dict(state.average)
     tree["average"] = {"target": average.pop("params"), **({MUTABLES: average} if average else {})}
   return {"target": state.params, "state": tree, MUTABLES: dict(state.collections)}

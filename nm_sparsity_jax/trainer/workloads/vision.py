@@ -13,7 +13,6 @@ A `Source` of `nm_sparsity_jax.trainer.images` brings the batches.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -22,23 +21,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import linen as nn
-from flax.linen import partitioning
 
-from nm_sparsity_jax.core.trees import flatten, nested
 from nm_sparsity_jax.trainer.workloads.base import Batch, Workload
 
 LOSSES = {"softmax": optax.softmax_cross_entropy, "sigmoid": optax.sigmoid_binary_cross_entropy}
 TOP = 5
-
-# Path of a parameter -> its logical axes; those of others have no name.
-_AXES = (
-  (r"mlp/fc1/kernel", ("embed", "mlp")),
-  (r"mlp/fc1/bias", ("mlp",)),
-  (r"mlp/fc2/kernel", ("mlp", "embed")),
-  (r"attn/[qkv]/kernel", ("embed", "joined_kv")),
-  (r"attn/[qkv]/bias", ("joined_kv",)),
-  (r"attn/proj/kernel", ("joined_kv", "embed")),
-)
 
 
 class Images(Workload):
@@ -93,9 +80,8 @@ class Images(Workload):
     return 1, config.image_size, config.image_size, config.channels
 
   def init(self, rng: jax.Array) -> Mapping[str, Any]:
-    """Returns parameters and state, and logical axes for model parallelism."""
-    found = dict(self.network.init(rng, jnp.zeros(self._image, jnp.float32), train=False))
-    return {**found, "params_axes": axes_of(found["params"])}
+    """Returns parameters and state."""
+    return self.network.init(rng, jnp.zeros(self._image, jnp.float32), train=False)
 
   def loss(self, params, state, batch, rng):
     """Returns the loss of the real rows; how many are right, right in five, and there."""
@@ -163,24 +149,6 @@ class Images(Workload):
   def check(self) -> None:
     """Raises ValueError where the images cannot be read."""
     self.data.check()
-
-
-# --- axes -----------------------------------------------------------------------------------------
-
-
-def axes_of(params: Any) -> Any:
-  """Returns flax's `params_axes` of a network with timm's names: how devices may share it.
-
-  Args:
-    params: its parameters, or their shapes.
-  """
-
-  def names(path, leaf):
-    own = next((axes for regex, axes in _AXES if re.fullmatch(f"(.*/)?{regex}", path)), ())
-    own = own if len(own) == leaf.ndim else (None,) * leaf.ndim
-    return partitioning.AxisMetadata(names=own)
-
-  return nested({f"{path}_axes": names(path, leaf) for path, leaf in flatten(params)})
 
 
 # --- mixing ---------------------------------------------------------------------------------------
