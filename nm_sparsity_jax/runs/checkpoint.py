@@ -76,6 +76,7 @@ class Stored:
   @property
   def in_place(self) -> bool:
     """Returns whether the run trained in place: its parameters are W~, and W is in its state."""
+    # T5X's parameters are W, so it keeps no second one.
     return any(key.startswith("state/dense/") for key in self.leaves)
 
   @property
@@ -141,6 +142,7 @@ def read(name: str, like: Mapping[str, Any] | None = None, config: Any = None) -
   if not path.exists():
     raise FileNotFoundError(f"there is no checkpoint {name!r}")
   rules = packed = None
+  # Those of other libraries first: a folder of theirs may be called checkpoint_7 as well.
   if other_formats.is_readable(path):
     format_, arrays, rules, packed = other_formats.read(name, like, config)
   elif found := folders.contents(path):
@@ -152,6 +154,7 @@ def read(name: str, like: Mapping[str, Any] | None = None, config: Any = None) -
       f"{name!r} is not a checkpoint: it has neither a file 'checkpoint' (T5X) nor state/_METADATA "
       "(Orbax)"
     )
+  # Another window fits all shapes and gives other logits, so nothing later would notice it.
   for setting, there in network_settings(name).items():
     here = getattr(config, setting, there)
     if here != there:
@@ -160,6 +163,7 @@ def read(name: str, like: Mapping[str, Any] | None = None, config: Any = None) -
         f"shapes do not reveal: set {setting} of its config to {there}."
       )
 
+  # Damage shows when an array is read, far from here, so each knows its file and its name.
   def named(key: str, x: Any) -> Leaf:
     def make() -> np.ndarray:
       with _damage(name, key):
@@ -193,6 +197,7 @@ def network_settings(name: str) -> dict[str, int]:
     name: of the checkpoint.
   """
   folder = folders.path_of(name)
+  # Its own notes first: what `finalize` wrote may lie in the folder of another run.
   found = files.read_json(folder / _NOTES, None)
   if found is None:
     found = files.read_json(folder.parent / "run.json", {}).get("workload") or {}

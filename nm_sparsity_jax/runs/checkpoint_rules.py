@@ -76,6 +76,7 @@ def check_steps(
     train_steps: the global step at which T5X ends the run, as the settings say it; None = any.
     train_steps_relative: T5X adds it to the restored step, so each restart adds a whole run.
   """
+  # T5X counts global steps, and a schedule those of its run: a wrong sum ends before or after it.
   recipes = rules.places.values() if rules else ()
   ends = {start + recipe.phases.total for recipe in recipes if recipe.phases}
   right = {  # macro -> its value, and those that fit

@@ -62,7 +62,7 @@ def export(
     ValueError: it is of another network, or sparse and not n:m; or the file cannot be.
   """
   file = os.fspath(out)
-  safetensors_file.refuse_existing(file)
+  safetensors_file.refuse_existing(file)  # before the weights are read, which takes long
   stored = checkpoint.opened(path)
   shapes = {key: x.shape for key, x in flatten(checkpoint_rules.parameters(stored))}
   is_t5 = huggingface.is_t5(shapes)
@@ -121,7 +121,7 @@ def pack(
   variables = nested({key: np.asarray(x) for key, x in stored.variables().items()})
   params = dict(flatten(variables["params"]))
   shapes = {key: x.shape for key, x in params.items()}
-  layers = apart_all(params)
+  layers = apart_all(params)  # a kernel of a scan is one stack, which no layer multiplies by
   layer_rules = _rules_of_layers(stacked_rules, shapes)
   report = packed_file.write(file, {**variables, "params": nested(layers)}, layer_rules, dtype)
   packed_file.read(file)  # the reader checks every entry
@@ -150,6 +150,7 @@ def convert(path: str | os.PathLike, out: str | os.PathLike, scan_layers: bool =
   config = dataclasses.replace(folder.config, scan_layers=scan_layers)
   arrays = {f"target/{k}": np.asarray(x, np.float32) for k, x in folder.arrays(config).items()}
   made = os.path.join(out, "checkpoint_0")
+  # T5X restores a step as well.
   checkpoint.write(made, arrays | {"state/step": np.asarray(np.int32(0))})
   return made
 
@@ -171,6 +172,7 @@ def _rules_of_layers(rules: Rules, shapes: Mapping[str, tuple[int, ...]]) -> Rul
   layers = {path: list(apart(path, x)) for path, x in shaped.items()}
   matches = {path: hit for path in shapes if (hit := rules.match(path))}
   places, axes = rules.places, rules.axes
+  # An axis of a stack counts the layers too, so it says nothing of a layer's kernel.
   if any(layers[path] != [path] for path in matches):
     assigned = rules.assign(nested(shaped)).places
     axes = {re.escape(k): site.axis for k, site in assigned.items() if layers[k] == [k]}

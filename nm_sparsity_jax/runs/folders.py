@@ -76,6 +76,7 @@ def contents(checkpoint: Any) -> tuple[str, Any] | None:
   Args:
     checkpoint: a path of `path_of`: the folder, or T5X's file.
   """
+  # A link that leads nowhere is no file, and a folder that a kill left empty holds none.
   own = checkpoint if checkpoint.name == PREFIX else checkpoint / PREFIX
   if own.is_file():
     return "T5X", own

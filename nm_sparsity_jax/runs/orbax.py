@@ -44,6 +44,7 @@ def read(state: Any) -> dict[str, Lazy]:
   """
   import orbax.checkpoint as ocp
 
+  # It stays open as long as an array may be asked for.
   reader = ocp.PyTreeCheckpointer()
   with quiet():
     metadata: Any = reader.metadata(state)

@@ -51,7 +51,7 @@ def refuse_changed(folder: pathlib.Path, settings: Mapping[str, Any]) -> None:
   Raises:
     ValueError: names what differs, such as "random_seed was 0, and is 3".
   """
-  if not folders.steps(folder):
+  if not folders.steps(folder):  # nothing would be continued
     return
   before = files.read_json(folder / _FILE, None)
   if before is None:

@@ -52,6 +52,7 @@ class Signals:
   def _note(self, number, frame) -> None:
     self._interrupts += number == signal.SIGINT
     self.name = self.name or signal.Signals(number).name
+    # The first asks to save, which takes a while; who presses ctrl-C again will not wait.
     again = number == signal.SIGINT and self._interrupts > 1
     if self._child is not None:  # one that has ended already gets nothing
       self._child.kill() if again else self._child.terminate()

@@ -110,6 +110,7 @@ def rules_of(folder: str | os.PathLike) -> Rules:
   """
   from nm_sparsity_jax.training import configure, rules_text
 
+  # First, since bindings that no macro shows may have overridden the macros.
   with contextlib.suppress(ValueError, FileNotFoundError):  # none is there yet, or it is damaged
     if text := _opened(folder).rules:
       return rules_text.parse(text)
@@ -122,7 +123,7 @@ def rules_of(folder: str | os.PathLike) -> Rules:
   return configure.rules(**{"places": None, **known})
 
 
-def stored_rules(path: str, pretrained_steps: int | None = None, **given: Any) -> Rules:
+def stored_rules(path: str, pretrained_steps: int | None = None, **settings: Any) -> Rules:
   """Returns the rules that a checkpoint holds; refuses a setting that says something else.
 
   Those of a dense checkpoint are what the settings say.
@@ -130,7 +131,7 @@ def stored_rules(path: str, pretrained_steps: int | None = None, **given: Any) -
   Args:
     path: the checkpoint, or a run's folder, whose newest one counts.
     pretrained_steps: the step at which its run began, to be checked; None = any.
-    **given: arguments of `configure.rules`; None where a setting is not given.
+    **settings: arguments of `configure.rules`; None where nothing sets one.
 
   Raises:
     ValueError: a setting does not agree, or the rules are unknown.
@@ -139,16 +140,17 @@ def stored_rules(path: str, pretrained_steps: int | None = None, **given: Any) -
 
   stored = _opened(path)
   if stored.rules is None:
-    settings = {name: value for name, value in given.items() if value is not None}
+    known = {name: value for name, value in settings.items() if value is not None}
     # `ff` is what gin_configs/sparsity.gin makes sparse.
-    return configure.rules(**{"places": {"ff": None}, **settings})
+    return configure.rules(**{"places": {"ff": None}, **known})
   rules = rules_text.parse(stored.rules)
   if pretrained_steps is not None and stored.start not in (None, pretrained_steps):
     raise ValueError(
       f"PRETRAINED_STEPS={pretrained_steps}, but the run of {stored.path} began at step "
       f"{stored.start}: leave PRETRAINED_STEPS out. Where a file sets it, None counts as left out."
     )
-  configure.agree(rules, stored.path, **given)
+  # A flag that disagrees would be ignored in silence otherwise.
+  configure.agree(rules, stored.path, **settings)
   return rules
 
 
@@ -163,6 +165,7 @@ def start_of(run: str | None, initial: str | None = None) -> int | None:
     ValueError: there is an initial checkpoint, and its step cannot be known.
   """
   start = None
+  # A run that resumes goes by its own checkpoints, whatever the settings still name.
   if run:
     with contextlib.suppress(ValueError, FileNotFoundError):  # it has none yet
       start = _opened(run).start

@@ -130,6 +130,7 @@ def finalize(
   stored = checkpoint.opened(path)
   rules = checkpoint_rules.rules_for(stored, rules, axes)
   assignment = rules.assign(checkpoint_rules.parameters(stored))
+  # Before D is 0 the weights that go are still in use.
   if not early and stored.sparse_step is not None:
     if ahead := assignment.unfinished(stored.sparse_step):
       raise ValueError(
@@ -146,9 +147,11 @@ def finalize(
   for path, w in flatten(zeros):
     kept = arrays[f"target/{path}"] = np.asarray(w)
     if path in assignment.places:
+      # In float64, since a float32 sum of many weights loses digits.
       before = np.abs(params.pop(path).astype(np.float64))
       with np.errstate(all="ignore"):  # inf and NaN: the proof names them
         removed[path] = float(before[kept == 0].sum() / (before.sum() or 1))
+  # The rules of a run lie in flax_mutables already.
   noted = rules_text.describe(rules) if stored.sparse_step is None else None
   checkpoint.write(made, arrays, checkpoint.network_settings(stored.path), noted)
   return dataclasses.replace(verify(made, rules), removed=removed)

@@ -43,7 +43,7 @@ def at_target(rules: Rules, params: Any, step: int) -> bool:
 def sparsity(rules: Rules, params: Any, step: int) -> str:
   """Returns D, patterns and density at a step, as the line of a run shows them.
 
-      sparsity(rules, params, 100)  # 'D 0.25  1:4, 2:8  density 0.625'
+  sparsity(rules, params, 100)  # 'D 0.25  1:4, 2:8  density 0.625'
   """
   found = [(math.prod(site.shape), *at) for site, *at in levels(rules, params, step) if at[1]]
   if not found:

@@ -1,8 +1,8 @@
 """What happens to an image that was read: a crop, a flip, RandAugment, an erased box.
 
-    picture, its own random stream -> [training] -> uint8 [size, size, 3]
-    picture                        -> [centered] -> uint8 [size, size, 3]
-    uint8 -> [normalized] -> float32, by ImageNet's mean and deviation
+picture, its own random stream -> [training] -> uint8 [size, size, 3]
+picture                        -> [centered] -> uint8 [size, size, 3]
+uint8 -> [normalized] -> float32, by ImageNet's mean and deviation
 """
 
 from __future__ import annotations
