@@ -66,11 +66,10 @@ class Run:
   """A whole run by the command, of an MLP of the example or of a tiny ResNet on images."""
 
   def __init__(self, name, folder):
-    self.name, self.folder, self.own = name, folder / "run", name == "own"
+    self.folder, self.own = folder / "run", name == "own"
     self.gin = EXAMPLE / "own_workload.gin" if self.own else folder / "tiny.gin"
     if not self.own:
       self.gin.write_text(TINY)
-    self.kept = "train", "training_eval/validation"
 
   def files(self, kind):
     run = f"local_{'workload' if self.own else 'images'}"
@@ -163,7 +162,8 @@ def test_the_average_is_that_of_parameters_and_statistics_after_each_update(runs
 
 def assert_same_run(folder, run):
   assert_same(read(folder, STEPS), read(run.folder, STEPS))
-  assert [lines_of(folder, x) for x in run.kept] == [lines_of(run.folder, x) for x in run.kept]
+  for room in ("train", "training_eval/validation"):
+    assert lines_of(folder, room) == lines_of(run.folder, room)
   assert folders.evaluations(folder) == folders.evaluations(run.folder)
 
 

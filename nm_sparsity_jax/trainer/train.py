@@ -1,6 +1,6 @@
 """The loop: from a configuration to checkpoints, curves and scores in MODEL_DIR.
 
-batch `sparse_step` of the stream -> [train_step] -> state, sums -> looked at two steps later
+batch `sparse_step` of the stream -> [train_step] -> state, sums -> looked at one step later
     a number that is not finite -> stop, nothing saved since
     a checkpoint is due, or SIGTERM -> all looked at -> saved in the background
     an evaluation is due -> saved -> losses, metrics -> evaluations.json -> which is best
@@ -12,7 +12,6 @@ MODEL_DIR/checkpoint_N, config.gin, settings.json (what a resumed run must share
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import datetime
 import json
@@ -41,7 +40,6 @@ FREE = (
   "model_dir", "evaluation", "eval_period", "checkpoint_period", "stats_period", "metrics_every",
   "keep_checkpoints", "best_metric", "learning_rate", "tracker",
 )  # fmt: skip
-_AHEAD = 2  # steps that the devices get before the result of one is looked at
 
 
 def train(run: Run, settings: Mapping[str, Any] | None = None, config: str = "") -> int:
@@ -103,7 +101,7 @@ class _Process:
     self.entries: dict[int, dict[str, Any]] = {}
     self.evaluator: Any = None
     self.offset = self.done = 0
-    self.pending: collections.deque[tuple[int, Any, Any]] = collections.deque()
+    self.pending: tuple[int, Any, Any] | None = None  # the newest step, not looked at yet
     self.sums: dict[str, float] = {}  # since the last report
     self.summed = 0  # steps
     self.since: float | None = None  # when the last report was; the first one's steps compile
@@ -119,13 +117,13 @@ class _Process:
       noted = run_folders.evaluations(self.saved.folder)
       self.entries = {at: entry for at, entry in noted.items() if at <= found[-1]}
       self.saved.best = evaluation.best_step(self.entries.values(), run.best_metric)
-    elif run.initial_checkpoint is None:
-      params, collections = model.initial(init_key)
-      state = model.begin(params, run.optimizer, 0, collections)
     else:
-      path = run.initial_checkpoint
-      params, collections, step = checkpoints.load_initial(path, model, init_key)
-      checkpoint_rules.check_steps(model.rules, step, run.pretrained_steps)
+      if run.initial_checkpoint is None:
+        (params, collections), step = model.initial(init_key), 0
+      else:
+        path = run.initial_checkpoint
+        params, collections, step = checkpoints.load_initial(path, model, init_key)
+        checkpoint_rules.check_steps(model.rules, step, run.pretrained_steps)
       state = model.begin(params, run.optimizer, step, collections)
     # Read from the device once; from here on the loop counts.
     self.done = int(state.sparse_step)
@@ -168,8 +166,8 @@ class _Process:
       seen = before(state, batch) if _is_time(run.metrics_every, self.done) else None
       state, sums = step(state, batch)
       sampled = {} if seen is None else after(state, seen)
-      self.pending.append((self.done, sums, sampled))
-      self._look(_AHEAD)
+      self._look()
+      self.pending = self.done, sums, sampled
       if is_evaluated() or _is_time(run.checkpoint_period, self.done):
         self._save(state)
       if is_evaluated():
@@ -179,34 +177,34 @@ class _Process:
           self.since += time.monotonic() - begin
     self._save(state)  # the last step, or that before a signal, unless it is saved already
 
-  def _look(self, ahead: int) -> None:
-    """Looks at results of steps but for the newest, so that the devices never wait for it."""
-    run = self.run
-    while len(self.pending) > ahead:
-      done, sums, sampled = self.pending.popleft()
-      sums, written = jax.device_get((sums, dict(sampled)))
-      at = self.offset + done
-      if wrong := [name for name, x in sums.items() if not np.isfinite(x)]:
-        with contextlib.suppress(ValueError):  # the error of an earlier save
-          self.saved.wait()
-        raise ValueError(
-          f"the {'gradient or update' if set(wrong) <= set(NORMS) else 'loss'} of step {at} is not "
-          f"finite. The last good step is {at - 1}, the newest checkpoint {self.saved.newest()}; "
-          "nothing was saved since. Lower LEARNING_RATE or lengthen WARMUP_STEPS, with another "
-          "MODEL_DIR."
-        )
-      self.summed += 1
-      self.sums = {name: self.sums.get(name, 0.0) + float(x) for name, x in sums.items()}
-      if done == run.sparse_steps or _is_time(run.stats_period, done):
-        norms = {name: self.sums.pop(name) / self.summed for name in NORMS}
-        written |= run.model.workload.scalars(self.sums) | norms
-        if run.learning_rate is not None:
-          # Of the update that made this step: optax counts from 0.
-          written["learning_rate"] = float(run.learning_rate(done - 1))
-        self._report(done, written["loss"])
-        self.summed, self.sums = 0, {}
-      if written:
-        self.curves.write("train", at, written)
+  def _look(self) -> None:
+    """Looks at the pending step. Another one is under way, so the devices never wait for this."""
+    if self.pending is None:
+      return
+    run, (done, sums, sampled), self.pending = self.run, self.pending, None
+    sums, written = jax.device_get((sums, dict(sampled)))
+    at = self.offset + done
+    if wrong := [name for name, x in sums.items() if not np.isfinite(x)]:
+      with contextlib.suppress(ValueError):  # the error of an earlier save
+        self.saved.wait()
+      raise ValueError(
+        f"the {'gradient or update' if set(wrong) <= set(NORMS) else 'loss'} of step {at} is not "
+        f"finite. The last good step is {at - 1}, the newest checkpoint {self.saved.newest()}; "
+        "nothing was saved since. Lower LEARNING_RATE or lengthen WARMUP_STEPS, with another "
+        "MODEL_DIR."
+      )
+    self.summed += 1
+    self.sums = {name: self.sums.get(name, 0.0) + float(x) for name, x in sums.items()}
+    if done == run.sparse_steps or _is_time(run.stats_period, done):
+      norms = {name: self.sums.pop(name) / self.summed for name in NORMS}
+      written |= run.model.workload.scalars(self.sums) | norms
+      if run.learning_rate is not None:
+        # Of the update that made this step: optax counts from 0.
+        written["learning_rate"] = float(run.learning_rate(done - 1))
+      self._report(done, written["loss"])
+      self.summed, self.sums = 0, {}
+    if written:
+      self.curves.write("train", at, written)
 
   def _report(self, done: int, loss: float) -> None:
     """Prints a line, with the throughput since the last one and the time that is left."""
@@ -224,7 +222,7 @@ class _Process:
 
   def _save(self, state: TrainState) -> None:
     """Saves after a look at every step so far: a state that is not finite is never saved."""
-    self._look(0)
+    self._look()
     self.curves.flush()
     tree = checkpoints.to_tree(state, self.run.model.rules)
     self.saved.save(self.offset + self.done, tree)
