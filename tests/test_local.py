@@ -241,9 +241,9 @@ def test_a_full_disk_loses_nothing(whole, tmp_path):
 
 @pytest.mark.parametrize("file", ["_METADATA", "d/*"])
 def test_a_truncated_checkpoint_is_named(file, whole, tmp_path):
-  name = "checkpoint_24"
-  shutil.copytree(whole[0] / name, tmp_path / name)
-  cut = max((tmp_path / name / "state").glob(file), key=lambda path: path.stat().st_size)
+  shutil.copytree(whole[0], tmp_path, dirs_exist_ok=True)
+  state = tmp_path / "checkpoint_24/state"
+  cut = max(state.glob(file), key=lambda path: path.stat().st_size)
   cut.write_bytes(cut.read_bytes()[: cut.stat().st_size // 2])
   with pytest.raises(ValueError, match="checkpoint_24 cannot be read"):
     train.train(hard(tmp_path))

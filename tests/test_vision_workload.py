@@ -71,7 +71,8 @@ def test_sums_are_those_of_the_real_rows(scored):
     assert value == sum(found[name] for _, found, _ in parts)
   order = np.argsort(-np.asarray(workload._logits(params, state, batch["image"])), -1)
   right = order == batch["label"][:, None]
-  assert (sums["accuracy"], sums["accuracy_top5"]) == (right[:, 0].sum(), right[:, :5].sum())
+  got = float(sums["accuracy"]), float(sums["accuracy_top5"])
+  assert got == (right[:, 0].sum(), right[:, :5].sum())
   np.testing.assert_array_equal(workload.predict(params, state, batch)["label"], order[:, 0])
 
 

@@ -126,7 +126,7 @@ def rules_of(folder: str | os.PathLike) -> Rules:
 def stored_rules(path: str, pretrained_steps: int | None = None, **settings: Any) -> Rules:
   """Returns the rules that a checkpoint holds; refuses a setting that says something else.
 
-  Those of a dense checkpoint are what the settings say.
+  Those of a dense checkpoint, or of one that is not there, are what the settings say.
 
   Args:
     path: the checkpoint, or a run's folder, whose newest one counts.
@@ -138,8 +138,13 @@ def stored_rules(path: str, pretrained_steps: int | None = None, **settings: Any
   """
   from nm_sparsity_jax.training import configure, rules_text
 
-  stored = _opened(path)
-  if stored.rules is None:
+  try:
+    stored = _opened(path)
+  except (ValueError, FileNotFoundError):
+    if settings.get("recipe") is None:
+      raise
+    stored = None  # a plan goes on, and says so where it looks at the checkpoint
+  if stored is None or stored.rules is None:
     known = {name: value for name, value in settings.items() if value is not None}
     # `ff` is what gin_configs/sparsity.gin makes sparse.
     return configure.rules(**{"places": {"ff": None}, **known})
