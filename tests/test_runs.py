@@ -1,6 +1,5 @@
 """What a run's folder holds: checkpoints by name, whole files, settings, one process, signals."""
 
-import json
 import math
 import os
 import signal
@@ -41,14 +40,6 @@ def test_the_newest_is_of_the_highest_number_and_half_ones_do_not_count(tmp_path
   assert folders.latest(tmp_path / "nowhere") is None
   with pytest.raises(ValueError, match="is not a checkpoint"):
     reader.read(str(tmp_path / "checkpoint_x"))
-
-
-def test_a_run_is_done_when_its_last_step_is_evaluated_and_saved(tmp_path):
-  checkpoint(tmp_path, 10)
-  assert not folders.is_done(tmp_path, 10)
-  noted = [{"step": step, "loss": {"a": 1.0}} for step in (10, 20)]
-  (tmp_path / "evaluations.json").write_text(json.dumps(noted))
-  assert folders.is_done(tmp_path, 10) and not folders.is_done(tmp_path, 20)  # not saved
 
 
 # --- what was trained ---------------------------------------------------------------------------

@@ -7,7 +7,6 @@ import math
 import sys
 from typing import Any
 
-from nm_sparsity_jax.core.patterns import NM
 from nm_sparsity_jax.training.rules import Rules
 from nm_sparsity_jax.training.sites import Site
 
@@ -17,7 +16,7 @@ def say(text: str) -> None:
   print(text, file=sys.stderr, flush=True)
 
 
-def levels(rules: Rules, params: Any, step: int) -> list[tuple[Site, float, NM | None]]:
+def levels(rules: Rules, params: Any, step: int) -> list[tuple[Site, float, Any]]:
   """Returns place, D and pattern at a step; None where no level has begun.
 
   Args:
@@ -45,7 +44,8 @@ def sparsity(rules: Rules, params: Any, step: int) -> str:
 
   sparsity(rules, params, 100)  # 'D 0.25  1:4, 2:8  density 0.625'
   """
-  found = [(math.prod(site.shape), *at) for site, *at in levels(rules, params, step) if at[1]]
+  now = levels(rules, params, step)
+  found = [(math.prod(site.shape), decay, pattern) for site, decay, pattern in now if pattern]
   if not found:
     return "dense"
   total = sum(size for size, *_ in found)

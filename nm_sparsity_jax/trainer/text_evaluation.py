@@ -55,10 +55,10 @@ class Evaluation(evaluation.Splits):
       raise ValueError(f"DECODER={self.decoder!r}: choose one of {', '.join(DECODERS)}.")
     self.model.check_batch(self.batch_size)
     self._source = self.model.workload.data
-    self.name = self.name or self._source.name
+    self.name = name = self.name or self._source.name
     seqio = data.import_seqio(self._source.module)
-    data.check_vocabulary(self.name, self.model.workload.network_config.vocab_size)
-    known = seqio.get_subtasks(seqio.get_mixture_or_task(self.name))
+    data.check_vocabulary(name, self.model.workload.network_config.vocab_size)
+    known = seqio.get_subtasks(seqio.get_mixture_or_task(name))
     self._tasks = [task for task in known if self.split in task.splits]
     if not self._tasks:
       raise ValueError(f"EVAL_SPLIT={self.split!r}: no task of {self.name} has that split.")
