@@ -101,7 +101,8 @@ def test_export_writes_timms_names_with_the_zeros_and_proves_them(name, tmp_path
   variables = written(tmp_path / "run", name)
   file = tmp_path / "model.safetensors"
   report = report_of(capsys, "export", tmp_path / "run", file)
-  assert report["ok"] and report["tensors"] == len(images.names_of(name))
+  assert report["ok"]
+  assert len(report["places"]) > 5 and not any(p["bad_groups"] for p in report["places"])
   images.assert_same(timm.read(file), variables)
   # And back: `verify` reads the file.
   first, second = images.PLACES[name]
@@ -130,7 +131,7 @@ def test_export_writes_a_folder_with_the_zeros_and_proves_them(name, scan, tmp_p
   params = written_t5(tmp_path / "run", name, scan_layers=scan)
   out = tmp_path / "model"
   report = report_of(capsys, "export", tmp_path / "run", out)
-  assert report["ok"] and report["tensors"] == len(t5.names_of(name))
+  assert report["ok"]
   kernels = {n for n in t5.names_of(name) if "Attention." in n or "Dense." in n}
   kernels -= {n for n in kernels if "relative_attention_bias" in n}
   assert {huggingface.name_of(place["path"]).name for place in report["places"]} == kernels
@@ -157,21 +158,13 @@ def test_weights_do_not_tell_the_activation_so_you_may(dense, tmp_path, capsys):
   assert "feed_forward_proj is 'gelu'" in refused(capsys, *argv, "gelu")
 
 
-def test_finalize_reads_and_writes_a_folder_and_keeps_its_other_files(tmp_path):
+def test_a_folder_is_pruned_by_finalize_and_export(tmp_path):
   folder = t5.folder_of("v1_1", tmp_path / "dense")
-  values = json.loads((folder / "config.json").read_text()) | {"task_specific_params": {"a": 1}}
-  (folder / "config.json").write_text(json.dumps(values))
-  (folder / "tokenizer.json").write_text("{}")
-  (folder / "secret.txt").write_text("not copied")
-  out = tmp_path / "final"
   assert run("verify", folder, "--rules", RULES) == 1
-  assert run("finalize", folder, out, "--rules", RULES) == 0
-  assert run("verify", out, "--rules", RULES) == 0
-  assert json.loads((out / "config.json").read_text()) == values
-  kept = ["config.json", "model.safetensors", "tokenizer.json"]
-  assert sorted(x.name for x in out.iterdir()) == kept
+  assert run("finalize", folder, tmp_path / "final", "--rules", RULES) == 0
+  assert run("export", tmp_path / "final", tmp_path / "model") == 0
   want = nms.finalize(huggingface.read(folder), RULES_OF_T5, 0, early=True)
-  t5.assert_same(huggingface.read(out), jax.device_get(want))
+  t5.assert_same(huggingface.read(tmp_path / "model"), jax.device_get(want))
 
 
 @pytest.mark.parametrize("scan", [False, True])
@@ -245,7 +238,8 @@ def test_rules_of_a_stack_become_those_of_its_layers(tmp_path):
   config = t5.config_of_name("v1_1", scan_layers=True)
   want, _ = unstack_layers.unstacked(variables["params"], config)
   found, count = assert_holds(file, {"params": want})
-  layers = {rf"encoder/layers_\d+/mlp/{name}/kernel" for name in ("wi_0", "wi_1", "wo")}
+  names = "wi_0", "wi_1", "wo"
+  layers = {f"encoder/layers_{i}/mlp/{name}/kernel" for i in range(3) for name in names}
   assert set(found.places) == {*layers, "decoder/logits_dense/kernel"}
   assert found.axes == {"decoder/logits_dense/kernel": 0} and count == 10
   assert run("verify", file) == 0

@@ -39,8 +39,8 @@ def scores_in(folder):
 @pytest.fixture(scope="module")
 def ran(tmp_path_factory):
   folder = tmp_path_factory.mktemp("run")
-  periods = train.Periods(evaluate=13, report=24, metrics=None)
-  run = run_of(folder, model_of(**IDP), optimizer=optax.adamw(0.02), periods=periods)
+  periods = dict(eval_period=13, stats_period=24, metrics_every=None)
+  run = run_of(folder, model_of(**IDP), optimizer=optax.adamw(0.02), **periods)
   with jax.numpy_dtype_promotion("strict"):
     assert train.train(run) == 0
   return str(folder / "checkpoint_13")

@@ -16,7 +16,6 @@ import json
 import os
 import pathlib
 import re
-import shutil
 from collections.abc import Collection, Mapping
 from typing import Any
 
@@ -34,11 +33,6 @@ from nm_sparsity_jax.models.t5 import T5Config, Transformer
 _WEIGHTS, _CONFIG = "model.safetensors", "config.json"
 _INDEX = f"{_WEIGHTS}.index.json"
 _PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json")
-# What a tokenizer and `generate` read: a folder that is made from another one keeps them.
-_COMPANIONS = (
-  "generation_config.json", "spiece.model", "tokenizer.json", "tokenizer_config.json",
-  "special_tokens_map.json", "added_tokens.json",
-)  # fmt: skip
 
 # --- the table of names ---------------------------------------------------------------------------
 
@@ -217,12 +211,7 @@ def read(path: str | os.PathLike, config: T5Config | None = None) -> dict[str, A
   return nested({key: np.asarray(x) for key, x in Folder(path).arrays(config).items()})
 
 
-def write(
-  path: str | os.PathLike,
-  params: Mapping[str, Any],
-  config: T5Config,
-  like: Folder | None = None,
-) -> int:
+def write(path: str | os.PathLike, params: Mapping[str, Any], config: T5Config) -> None:
   """Writes a new folder of Hugging Face's T5: all of it, or nothing.
 
       write("model", params, network.config)
@@ -231,21 +220,13 @@ def write(
     path: of the folder, which must not be there; its parents are made.
     params: as in `to_huggingface`.
     config: of their network.
-    like: a folder of the same network, whose config.json and files of a tokenizer are copied.
-
-  Returns:
-    How many tensors it has.
   """
   tensors = to_huggingface(params, config)
-  values = to_json(config, str(tensors[_SHARED].dtype)) if like is None else like.json
+  values = to_json(config, str(tensors[_SHARED].dtype))
   with safetensors_file.whole(path) as unfinished:
     unfinished.mkdir()
     safetensors_file.write(unfinished / _WEIGHTS, tensors)
     (unfinished / _CONFIG).write_text(json.dumps(values, indent=2, sort_keys=True) + "\n")
-    companions = [pathlib.Path(like.path, name) for name in _COMPANIONS] if like else []
-    for file in filter(pathlib.Path.is_file, companions):
-      shutil.copy(file, unfinished)
-  return len(tensors)
 
 
 # --- config.json ----------------------------------------------------------------------------------
@@ -361,7 +342,6 @@ class Folder:
 
   Attributes:
     path: of the folder.
-    json: the values of config.json.
     config: what they say; without a scan.
     tensors: name -> array, which is read when it is asked for.
 
@@ -372,8 +352,8 @@ class Folder:
 
   def __init__(self, path: str | os.PathLike):
     self.path, folder = os.fspath(path), pathlib.Path(path)
-    self.json = json.loads((folder / _CONFIG).read_bytes())
-    self.config = from_json(self.json, repr(os.path.join(self.path, _CONFIG)))
+    values = json.loads((folder / _CONFIG).read_bytes())
+    self.config = from_json(values, repr(os.path.join(self.path, _CONFIG)))
     files = {_WEIGHTS}
     # Large models lie in several files.
     if (folder / _INDEX).is_file():
@@ -383,7 +363,7 @@ class Folder:
     self.tensors: dict[str, Lazy] = {}
     for file in sorted(files):
       self.tensors |= safetensors_file.Opened(folder / file).tensors
-    if _SHARED in self.tensors and self.json.get("tie_word_embeddings", True):
+    if _SHARED in self.tensors and values.get("tie_word_embeddings", True):
       # transformers 5 ties T5 1.1 too, where nobody gave it a head of its own. It does not scale.
       self.tensors.setdefault(_HEAD, self.tensors[_SHARED])
     what = f"{self.path!r} is not the T5 of its {_CONFIG}"

@@ -172,8 +172,8 @@ def read(path: str | os.PathLike, like: Mapping[str, Any] | None = None) -> dict
   return from_timm(safetensors_file.Opened(path).tensors, like, repr(os.fspath(path)))
 
 
-def write(path: str | os.PathLike, variables: Mapping[str, Any]) -> int:
-  """Writes a new safetensors file of timm's names; returns how many tensors it has.
+def write(path: str | os.PathLike, variables: Mapping[str, Any]) -> None:
+  """Writes a new safetensors file of timm's names.
 
       write("model.safetensors", variables)
 
@@ -183,4 +183,3 @@ def write(path: str | os.PathLike, variables: Mapping[str, Any]) -> int:
   """
   tensors = to_timm(variables)
   safetensors_file.write(path, tensors)
-  return len(tensors)

@@ -3,7 +3,6 @@
 F.safetensors, of timm's names  -> [read] -> key -> array
 F.safetensors, packed           ->
 FOLDER, Hugging Face's T5       ->
-key -> array -> [write_like] -> another such folder
 """
 
 from __future__ import annotations
@@ -19,8 +18,6 @@ from nm_sparsity_jax.core.packed import NMPacked, unpack
 from nm_sparsity_jax.core.trees import flatten
 from nm_sparsity_jax.deploy import huggingface, packed_file, safetensors_file, timm
 from nm_sparsity_jax.deploy.safetensors_file import Lazy
-
-HUGGING_FACE = "Hugging Face"  # the format of a folder
 
 
 def is_readable(path: Any) -> bool:
@@ -46,7 +43,7 @@ def read(
   """
   if os.path.isdir(name):
     arrays = huggingface.Folder(name).arrays(config)
-    return HUGGING_FACE, {f"target/{key}": x for key, x in arrays.items()}, None, None
+    return "Hugging Face", {f"target/{key}": x for key, x in arrays.items()}, None, None
   opened = safetensors_file.Opened(name)
   if packed_file.is_packed(opened):
     variables, rules = packed_file.read(name)
@@ -64,18 +61,3 @@ def _with_zeros(x: Any) -> Lazy:
 def _key(key: str) -> str:
   collection, _, below = key.partition("/")
   return f"{'target' if collection == 'params' else f'flax_mutables/{collection}'}/{below}"
-
-
-def write_like(path: str, out: str, arrays: Mapping[str, np.ndarray]) -> None:
-  """Writes a folder of Hugging Face's T5 like another one, with other values.
-
-  Args:
-    path: of the other one: config.json, tokenizer and dtypes are its.
-    out: of the new folder.
-    arrays: by key, such as 'target/token_embedder/embedding'.
-  """
-  folder = huggingface.Folder(path)
-  own = {
-    key: arrays[f"target/{key}"].astype(x.dtype, copy=False) for key, x in folder.arrays().items()
-  }
-  huggingface.write(out, own, folder.config, folder)

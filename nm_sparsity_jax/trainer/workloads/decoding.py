@@ -76,16 +76,15 @@ def beam_search(
   length: int,
   beams: int,
   eos_id: int = 1,
-  alpha: float = 0.6,
 ) -> tuple[jax.Array, jax.Array]:
-  """Returns the best of `beams` hypotheses by log probability over ((5 + length) / 6) ** alpha.
+  """Returns the best of `beams` hypotheses by log probability over ((5 + length) / 6) ** 0.6.
 
   It ends when no live hypothesis can still beat the worst ended one. Arguments and result are those
   of `greedy`. Scores are divided by the penalty, unless the row has no end.
   """
   step, cache = _decoder(network, params, inputs, length, beams)
   rows, k = inputs.shape[0], beams
-  penalty = lambda n: ((5.0 + jnp.float32(n)) / 6.0) ** alpha
+  penalty = lambda n: ((5.0 + jnp.float32(n)) / 6.0) ** 0.6
 
   def take(tree, index):  # [b, n, ...] at [b, k] -> [b, k, ...]
     return jax.tree.map(
