@@ -175,7 +175,7 @@ def test_a_part_without_data_says_so(tmp_path):
   (tmp_path / "a/config.gin").write_text("RECIPE = @my.recipe()\nPATTERN = '1:4'\n")
   found = report.report([tmp_path / "a"])
   assert not found.charts and all(section.parts for section in found.sections)
-  assert found["schedule"][0].startswith("a: no schedule, RECIPE is not a plain value")
+  assert found["schedule"][0].startswith("a: no schedule, config.gin: RECIPE is not")
 
 
 @pytest.mark.parametrize("names, word", [(["gs://b/run"], "bucket"), (["x"] * 10, "10 runs")])
