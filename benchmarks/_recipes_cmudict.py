@@ -106,18 +106,18 @@ def decoder(config: T5Config):
   @jax.jit
   def decode(params, letters):
     weights = {"params": params["t5"]}
-    _, kept = t5.apply(weights, letters, TOKENS, mutable=["prepared", "decoded"], method="start")
+    _, kept = t5.apply(weights, letters, TOKENS, mutable=["prepared", "cache"], method="start")
 
-    def next_one(carry, position):
-      decoded, last, ended = carry
-      variables = {**weights, "prepared": kept["prepared"], "decoded": decoded}
-      logits, new = t5.apply(variables, last, position, mutable=["decoded"], method="step")
+    def next_one(carry, _):
+      cache, last, ended = carry
+      variables = {**weights, "prepared": kept["prepared"], "cache": cache}
+      logits, new = t5.apply(variables, last, TOKENS, mutable=["cache"], method="step")
       token = jnp.where(ended, PAD, logits.argmax(-1).astype(jnp.int32))
-      return (new["decoded"], token, ended | (token == END)), token
+      return (new["cache"], token, ended | (token == END)), token
 
     rows = len(letters)
-    first = kept["decoded"], jnp.zeros(rows, jnp.int32), jnp.zeros(rows, bool)
-    _, tokens = jax.lax.scan(next_one, first, jnp.arange(TOKENS))
+    first = kept["cache"], jnp.zeros(rows, jnp.int32), jnp.zeros(rows, bool)
+    _, tokens = jax.lax.scan(next_one, first, None, TOKENS)
     return tokens.T
 
   return decode

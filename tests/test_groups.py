@@ -28,17 +28,12 @@ def places(draw):
 def rows_of(groups, m, x):
   """Every group as a row, by the definition; padding is 0.
 
-  The other axes count first to last, those between the grouped ones before the rest; the groups
-  of one of their positions stand where the grouped axes stand.
+  The other axes count first to last, and the groups of one of their positions follow one another.
   """
   axes = groups.axes
-  between = [a for a in range(axes[0], axes[-1]) if a not in axes]
-  before = [*between, *range(axes[0])]
-  after = range(axes[-1] + 1, x.ndim)
-  length, trail = (math.prod(x.shape[a] for a in part) for part in (axes, after))
-  flat = x.transpose(*before, *axes, *after).reshape(-1, length, trail)
-  full = np.pad(flat, ((0, 0), (0, groups.pad), (0, 0)))
-  return full.reshape(len(flat), -1, m, trail).swapaxes(2, 3).reshape(-1, m)
+  others = [a for a in range(x.ndim) if a not in axes]
+  rows = x.transpose(*others, *axes).reshape(-1, math.prod(x.shape[a] for a in axes))
+  return np.pad(rows, ((0, 0), (0, groups.pad))).reshape(-1, m)
 
 
 @given(places(), st.integers(0, 2**32 - 1))
