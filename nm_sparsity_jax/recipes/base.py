@@ -253,7 +253,7 @@ class Recipe:
     """
     found = self.phases.total
     for segment in reversed(self.timeline(axis_size)):
-      if segment.pattern != self.pattern or segment.decay_start or segment.decay_stop:
+      if segment.pattern != self.pattern or segment.decay_start:
         break
       found = segment.start
     return found
