@@ -17,11 +17,9 @@ STEPS = dict(sparse_steps=20, finetune_steps=4)
 def test_places_share_or_differ():
   mine = nms.recipe("idp", pattern="2:8", phases=PHASES)
   places = {"ff": None, "qkv": "1:8", "o": nms.NM(3, 4), r"decoder/logits_dense/kernel": mine}
-  made = configure.rules(
-    places, "mdgf_linear", "1:2", **STEPS, beta=0.3, gradient="straight_through", indivisible="skip"
-  ).places
+  made = configure.rules(places, "mdgf_linear", "1:2", **STEPS, beta=0.3).places
   assert [str(r.pattern) for r in made.values()] == ["1:2", "1:8", "3:4", "2:8"]
-  assert made["ff"].beta == 0.3 and made["ff"].gradient == "straight_through"
+  assert made["ff"].beta == 0.3
   dense = configure.rules({"ff": None}, "dense")
   assert dense.places["ff"] == nms.recipe("dense")
   configure.agree(dense, "a", recipe="dense", **STEPS)

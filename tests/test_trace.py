@@ -104,12 +104,6 @@ def one_key(p, x):
   return jnp.einsum("hts,sk->thk", jnp.einsum("thk,sk->hts", q, k), k)
 
 
-def recurrent(p, x):
-  """From a first state that is learned."""
-  step = lambda h, x: (jnp.tanh(h @ p["hh"] + x @ p["xh"]),) * 2
-  return jax.lax.scan(step, p["first"], x[:, None])[1]
-
-
 def ensemble_of_convolutions(p, x):
   conv = lambda w: jax.lax.conv_general_dilated(x, w, (1,), "SAME", dimension_numbers=NWC)
   return jax.vmap(conv)(p["w"])
@@ -154,13 +148,8 @@ CASES = {
   "heads that share a key": (lambda: plain(one_key, (2, 8), q=(8, 3, 2), k=(8, 2)),
                              {"q": (0,), "k": (0,)}),
   "masked and scaled": (lambda: plain(masked, (2, 4), w=(4, 3)), {"w": (0,)}),
-  "a learned first state": (lambda: plain(
-    recurrent, (2, 4), first=(1, 5), hh=(5, 5), xh=(4, 5)), {"[hx]h": (0,)}),
   "an ensemble of convolutions": (lambda: plain(
     ensemble_of_convolutions, (1, 2, 5), w=(3, 3, 5, 6)), {"w": (2,)}),
-  "cond": (lambda: plain(
-    lambda p, x: jax.lax.cond(x.sum() > 0, lambda w: x @ w, lambda w: -(x @ w), p["w"]), (2, 4),
-    w=(4, 3)), {"w": (0,)}),
   # A product with one-hot vectors sums over nothing.
   "a look-up": (lambda: plain(
     lambda p, x: (jax.nn.one_hot(jnp.array([1, 0]), 6) @ p["table"] + x) @ p["w"], (2, 4),
