@@ -149,7 +149,7 @@ def test_rules_add_variables_and_leave_the_tree_alone(fields):
   assert set(dense) == {"params", "params_axes"}
   assert {k: variables.pop(k) for k in dense} == dense
   assert set(variables) == {COLLECTION, STATE_COLLECTION}
-  assert {x.shape for x in jax.tree.leaves(variables[COLLECTION])} == {()}
+  assert {x.shape for x in jax.tree.leaves(variables[COLLECTION])} == {(), (3,)}
   scanned = rules.with_logical_axes(dense["params_axes"])
   state = jax.eval_shape(lambda p: nms.init_state(p, scanned), dense["params"])
   assert variables[STATE_COLLECTION] == state["mask"]
