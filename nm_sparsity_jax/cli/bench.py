@@ -108,7 +108,7 @@ def _of_checkpoint(args: argparse.Namespace) -> Any:
   from nm_sparsity_jax.analysis import bench
   from nm_sparsity_jax.cli import _local
   from nm_sparsity_jax.runs import checkpoint
-  from nm_sparsity_jax.trainer import checkpoints, packed_files
+  from nm_sparsity_jax.trainer import checkpoints
 
   args.checkpoint = checkpoint.find(args.checkpoint)
   config = configuration(args)
@@ -124,7 +124,7 @@ def _of_checkpoint(args: argparse.Namespace) -> Any:
       raise ValueError(f"--dtype={args.dtype}: a packed file has values of its own dtype.")
     assert stored.packed is not None
     variables = dict(stored.packed())
-  workload: Any = packed_files.model_of(args.checkpoint, variables, model).workload
+  workload: Any = checkpoints.packed_model(stored, model).workload
   return bench.bench(
     getattr(workload, "network", workload),
     variables.pop("params"),

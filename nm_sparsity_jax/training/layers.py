@@ -71,6 +71,8 @@ class DenseGeneral(nn.Module):
     kernel_init: initializer of the stored, 2-D kernel.
     kernel_axes: logical names of its two axes.
     param_dtype: of the stored kernel.
+    split: store the kernel with all its axes, (c, ..., f, ...), as T5X does where it scans over
+      layers. Initial values and groups are those of the 2-D kernel. Such a kernel is never packed.
     rules: what is sparse, and how; None = the plain layer.
   """
 
@@ -80,6 +82,7 @@ class DenseGeneral(nn.Module):
   kernel_init: Initializer = nn.initializers.variance_scaling(1.0, "fan_in", "truncated_normal")
   kernel_axes: tuple[str, ...] = ()
   param_dtype: Dtype = jnp.float32
+  split: bool = False
   rules: Rules | None = None
 
   @nn.compact
@@ -93,16 +96,18 @@ class DenseGeneral(nn.Module):
       lead = x.shape[: -len(axes)]
       return nm_dot(x.reshape(*lead, -1), packed).reshape(*lead, *features)
     contracted = tuple(inputs.shape[a] for a in axes)
+    flat, own = (math.prod(contracted), math.prod(features)), tuple(range(len(axes)))
     kernel = partitioning.param_with_axes(
       "kernel",
-      self.kernel_init,
-      (math.prod(contracted), math.prod(features)),
+      # Drawn flat: fan-in is that of all contracted axes.
+      lambda key, shape, dtype: self.kernel_init(key, flat, dtype).reshape(shape),
+      (*contracted, *features) if self.split else flat,
       self.param_dtype,
       axes=self.kernel_axes,
     )
-    kernel = jnp.asarray(effective_kernel(self, kernel, axis=0), self.dtype)
+    kernel = jnp.asarray(effective_kernel(self, kernel, axis=own if self.split else 0), self.dtype)
     kernel = kernel.reshape(*contracted, *features)
-    return lax.dot_general(inputs, kernel, ((axes, tuple(range(len(axes)))), ((), ())))
+    return lax.dot_general(inputs, kernel, ((axes, own), ((), ())))
 
 
 def _promote_dtype(x, kernel, *rest, dtype):

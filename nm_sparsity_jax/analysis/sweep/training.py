@@ -24,7 +24,7 @@ from nm_sparsity_jax.analysis.sweep.grid import Cell, Sweep
 from nm_sparsity_jax.integrations import gin_files
 from nm_sparsity_jax.runs import files, folders, lock
 from nm_sparsity_jax.runs import settings as run_settings
-from nm_sparsity_jax.runs.signals import Relay
+from nm_sparsity_jax.runs.signals import Signals
 from nm_sparsity_jax.training import rules_text
 
 
@@ -160,14 +160,8 @@ def train(
   # Half of what a run costs before its first step; runs that differ in the seed compile the same.
   variables.setdefault("JAX_COMPILATION_CACHE_DIR", str((sweep.out / ".xla").absolute()))
 
-  def is_taken(process: str) -> str:
-    return (
-      f"{sweep.out}: another sweep is at work there, or a run that one left behind (process "
-      f"{process or 'not known'}). Wait until it ends, or end it; nothing is lost."
-    )
-
   failed = 0
-  with lock.hold(sweep.out, is_taken) as held, Relay() as stop:
+  with lock.hold(sweep.out) as held, Signals() as stop:
     todo = [run for run in runs.values() if not run.is_done()]
     done = f"{len(runs) - len(todo)} of {len(runs)} runs done"
     say(f"{sweep.out}: {done}")
@@ -198,7 +192,7 @@ def _log(run: Run) -> pathlib.Path:
 
 
 def _train_one(
-  sweep: Sweep, run: Run, variables: Mapping[str, str], held: lock.Lock, stop: Relay
+  sweep: Sweep, run: Run, variables: Mapping[str, str], held: int, stop: Signals
 ) -> str:
   """Trains a run in a process of its own; returns why it is not done, '' where it is."""
   command = [*sweep.command(run.cell), f"--error-file={run.failure}"]
@@ -208,11 +202,10 @@ def _train_one(
     child = subprocess.Popen(
       [sys.executable, "-m", "nm_sparsity_jax.cli", *command],
       stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT,
-      env=dict(variables), start_new_session=True, pass_fds=[held.fileno()],
+      env=dict(variables), start_new_session=True, pass_fds=[held],
     )  # fmt: skip
-    held.note(child.pid)
-    with stop.to(child):
-      code = child.wait()
+    stop.relay(child)
+    code = child.wait()
   if code:
     how = f"by {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"
     return run.why_failed() or f"it was ended {how}; {_log(run)} may say more"
