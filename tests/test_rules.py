@@ -131,7 +131,7 @@ def test_the_first_axis_that_is_named_counts():
 
 
 def test_logical_names_tell_the_axis_of_a_stacked_kernel():
-  """Of T5X's see test_sparse_networks.py; here are boxes, and axes by hand come first."""
+  """test_trace.py has those of T5; here are boxes, and axes by hand come first."""
   box = nn.Partitioned(jnp.zeros((2, 3, 8, 16)), names=("heads", "layers", "kv", "embed"))
   rules, params = nms.Rules({".*": LINEAR}), {"attention": {"out": {"kernel": box}}}
   for axes, axis in (({}, (0, 2)), ({".*": 3}, 3)):

@@ -10,6 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import test_t5 as t5
+import test_vision_models as images
 from flax import nnx
 
 import nm_sparsity_jax as nms
@@ -215,6 +217,34 @@ def test_along_the_axes_of_for_model_weights_differ_by_their_inputs_alone(name):
         assert has_more_directions(derivative, (axis,), rows), (path, axis)
         distinct += 1
   assert distinct >= len(want) / 2  # else the sizes of this case tell no axes apart
+
+
+def our_t5(**fields):
+  network = t5.make(**fields)
+  shapes = t5.shapes_of(network)
+  apply = lambda p, batch: network.apply({"params": p}, *batch, enable_dropout=False)
+  return apply, shapes["params"], t5.BATCH, shapes["params_axes"]
+
+
+def our_images(name):
+  network = images.network(name, **images.SMALLER[name])
+  variables = dict(images.shapes_of(network))
+  params, rest = variables.pop("params"), jax.tree.map(lambda s: jnp.ones(s.shape), variables)
+  return lambda p, x: network.apply({**rest, "params": p}, x), params, images.images(network), {}
+
+
+@pytest.mark.parametrize(
+  "make, fields",
+  [(our_t5, {}), (our_t5, dict(scan_layers=True, remat_policy="minimal")),
+   *((our_images, dict(name=name)) for name in images.FAMILIES)],
+)  # fmt: skip
+def test_our_networks_contract_what_names_say(make, fields):
+  function, params, inputs, logical = make(**fields)
+  # The network of relative positions of a Swin gets constants alone.
+  rules = nms.Rules({"(?!.*cpb_mlp).*kernel": RECIPE}, indivisible="pad").with_logical_axes(logical)
+  traced = trace.trace(function, params, inputs)
+  named = axes_of(rules, params)
+  assert len(named) > 5 and named.items() <= traced.axes.items()
 
 
 # --- what is refused ------------------------------------------------------------------------------
