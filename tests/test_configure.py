@@ -31,7 +31,6 @@ def test_places_share_or_differ():
     ("ff", {}, "SPARSITY_RULES: dict"),
     ({"ff": 8}, {}, "SPARSITY_RULES, 'ff': "),
     ({"ff": None}, {"pattern": "8:1"}, "PATTERN: "),
-    ({"ff": None}, {}, "PATTERN: None"),
     ({"ff": "1:4"}, {"recipe": "mdgf"}, "RECIPE.*no recipe 'mdgf'"),
     ({"ff": "1:4"}, {"dense_steps": 30}, "SPARSE_STEPS, DENSE_STEPS"),
     ({"*": "1:4"}, {}, "SPARSITY_RULES: "),
@@ -46,7 +45,6 @@ def test_a_mistake_names_the_macro(places, settings, message):
   "macro, given",
   [
     ("SPARSITY_RULES", {"places": {"ff": "1:2", "q": None}}),
-    ("SPARSITY_RULES", {"places": {"ff": nms.recipe("dense"), "q": None}}),
     ("SPARSITY_RULES", {"places": {"ff": None}}),
     ("PATTERN='1:8'.*'1:4', '1:2'", {"pattern": "1:8"}),
     ("SPARSE_STEPS", {"sparse_steps": 21}),

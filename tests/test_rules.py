@@ -174,7 +174,7 @@ def test_frozen_dicts_boxes_and_nnx_states():
   rules = nms.Rules({".*kernel": LINEAR})
   for params in (
     flax.core.freeze({"mlp": {"wi": {"kernel": kernel}}}),
-    {"mlp": {"wi": {"kernel": nn.LogicallyPartitioned(kernel, names=("embed", "mlp"))}}},
+    {"mlp": {"wi": {"kernel": nn.Partitioned(kernel, names=("embed", "mlp"))}}},
     nnx.state(Block(nnx.Rngs(0)), nnx.Param),
   ):
     places = rules.assign(params).places

@@ -265,12 +265,10 @@ def test_zeros_are_exact_where_gradients_are_shorter_than_parameters():
 
 def test_mistakes_are_said():
   opt, params = TX.init(params_of()), params_of()
-  whole = nms.Rules({"bias": make("sr_ste")}, axes={"bias": 0})
   for word, do in (
     ("parameters", lambda: TX.update(params, opt)),
     ("inside", lambda: nms.sparse(optax.MultiSteps(INNER, 2), RULES).init(params)),
     ("match no parameter", lambda: TX.init({"bias": params["bias"]})),
-    ("int32", lambda: nms.sparse(INNER, whole).init({"bias": jnp.ones(8, jnp.int32)})),
     ("0 states", lambda: nms.dense_params(params, INNER.init(params))),
     ("count_steps", lambda: nms.step_count(optax.apply_every(2).init(params))),
     ("mask as state", lambda: nms.sr_ste(RULES).update(params, opt, params)),
