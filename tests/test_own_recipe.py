@@ -3,7 +3,6 @@
 The module lies in a folder of its own. A gin file imports it, or the flag --import names it.
 """
 
-import html
 import json
 import os
 import pathlib
@@ -133,7 +132,6 @@ def test_without_the_module_one_line_names_recipe_or_role(trained, monkeypatch):
     code, _, err = typed(trained, "verify", "run", *(f"--import={name}" for name in modules))
     assert code == 1 and unknown in err
   assert cli.main(["report", "run", "--out", "without.html"]) == 0
-  assert "is not registered" in html.unescape((trained / "without.html").read_text())
 
 
 COMMANDS = (
