@@ -266,6 +266,7 @@ REFUSED = {
   "sort": (lambda p, x, d: x @ jnp.sort(p["w"]), "sort"),
   "times constants": (lambda p, x, d: x @ (p["w"] @ jnp.ones((4, 4))), "constant"),
   "cut axis": (lambda p, x, d: x[:, :2] @ p["w"].reshape(2, 8), "part"),
+  "cut rows": (lambda p, x, d: x @ p["w"][:, :3].reshape(3, 4).T, "reshape"),
   "sum of experts": (lambda p, x, d: x @ p["e"].sum(0), "no product"),
   # Data meets the weight before the product.
   "tied embedding": (lambda p, x, d: p["w"][d["ids"]] @ p["w"].T, "data.*gather"),
@@ -276,6 +277,9 @@ REFUSED = {
   "scan, swapped": (
     lambda p, x, d: in_scan(lambda w, v, h: (v, w, h @ w @ v.T), p["w"], p["v"], x),
     "turn to turn"),
+  "while, its condition": (
+    lambda p, x, d: jax.lax.while_loop(
+      lambda h: (h @ p["w"].T).sum() > 1, lambda h: h @ p["w"], x), "along"),
   "branches": (
     lambda p, x, d: x @ jax.lax.cond(x.sum() > 0, lambda: p["w"], lambda: p["w"].T), "along"),
   # A mixture of kernels is contracted along the experts first.
