@@ -13,6 +13,7 @@ import pytest
 import test_t5 as t5
 import test_vision_models as images
 from flax import nnx
+from jax.sharding import PartitionSpec as P
 
 import nm_sparsity_jax as nms
 from nm_sparsity_jax.core import trace
@@ -305,16 +306,27 @@ def test_what_cannot_be_followed_is_refused(name):
 # --- multiply-adds, and rules ---------------------------------------------------------------------
 
 
+def on_four_devices(function, *specs):
+  mesh = jax.sharding.AbstractMesh((4,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
+  mapped = jax.shard_map(function, mesh=mesh, in_specs=specs, out_specs=P("d"), check_vma=False)
+  return lambda p, x: mapped(p["w"], x)
+
+
+gather = functools.partial(jax.lax.all_gather, axis_name="d", tiled=True)
+scatter = functools.partial(jax.lax.psum_scatter, axis_name="d", tiled=True)
+
+
 @pytest.mark.parametrize(
   "function",
   [
     lambda p, x: jax.lax.fori_loop(0, 8, lambda i, h: h + x[i] @ p["w"], jnp.zeros(4)),
     lambda p, x: jax.lax.ragged_dot(x, p["w"][None], jnp.array([8])),
-    lambda p, x: jax.lax.cond(x.sum() > 0, lambda w: x @ w, lambda w: x[:, :4], p["w"]),
+    on_four_devices(lambda w, x: scatter(x @ w), P("d"), P(None, "d")),
+    on_four_devices(lambda w, x: x @ gather(w), P("d"), P("d")),
   ],
-  ids=["turns", "ragged", "one branch"],
+  ids=["turns", "ragged", "tensor parallel", "gathered"],
 )
-def test_multiply_adds_count_turns(function):
+def test_multiply_adds_count_turns_and_devices(function):
   shape = lambda *sizes: jax.ShapeDtypeStruct(sizes, "float32")
   found = trace.trace(function, {"w": shape(16, 4)}, shape(8, 16))
   assert found.macs == {"w": 8 * 16 * 4} and not found.others
