@@ -220,7 +220,7 @@ def test_what_is_no_checkpoint_and_outputs_that_cannot_be(command, tmp_path):
     (["verify", tmp_path / "nowhere"], "there is no checkpoint"),
     (["verify", tmp_path / "file"], "is not a checkpoint"),
     (["finalize", path, tmp_path / "run"], "is there already"),
-    (["finalize", path, tmp_path / "file"], "could not be written"),
+    (["finalize", path, tmp_path / "file"], "File exists"),
     (["finalize", path, "gs://bucket/x"], "on a local disk"),
   ):
     code, text = command(*argv)

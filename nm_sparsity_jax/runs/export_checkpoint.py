@@ -111,7 +111,7 @@ def pack(
     Bytes of each kernel, before and after, and what was not packed, with the reason.
 
   Raises:
-    ValueError: a kernel is not n:m, nothing is to be packed, or the file cannot be written.
+    ValueError: a kernel is not n:m, or the file is there.
   """
   file = os.fspath(out)
   _check_name(file)
@@ -178,4 +178,4 @@ def _rules_of_layers(rules: Rules, shapes: Mapping[str, tuple[int, ...]]) -> Rul
     axes = {re.escape(k): site.axis for k, site in assigned.items() if layers[k] == [k]}
   if any(rules.match(layer) != at for path, at in matches.items() for layer in layers[path]):
     places = {re.escape(x): rules.places[at] for path, at in matches.items() for x in layers[path]}
-  return Rules(places, axes, rules.indivisible, rules.roles)
+  return Rules(places, axes, rules.indivisible)

@@ -14,6 +14,8 @@ from typing import Any
 
 import numpy as np
 
+from nm_sparsity_jax.core.packed import NMPacked, unpack
+from nm_sparsity_jax.core.trees import flatten
 from nm_sparsity_jax.deploy import huggingface, packed_file, safetensors_file, timm
 from nm_sparsity_jax.deploy.safetensors_file import Lazy
 
@@ -34,7 +36,7 @@ def read(
   Args:
     name: of the file or folder.
     like: as in `timm.from_timm`.
-    config: as in `timm.from_timm`; of a T5, as in `huggingface.read`.
+    config: of a T5, as in `huggingface.read`.
 
   Raises:
     ValueError: it is pickled, damaged, or of another network.
@@ -44,12 +46,16 @@ def read(
     return "Hugging Face", {f"target/{key}": x for key, x in arrays.items()}, None, None
   opened = safetensors_file.Opened(name)
   if packed_file.is_packed(opened):
-    file = packed_file.Opened(name)
-    lazy = lambda key, x: Lazy(tuple(x.shape), np.dtype(x.dtype), lambda: file.array(key))
-    found = {_key(key): lazy(key, x) for key, x in file.leaves.items()}
-    return "packed", found, file.rules, lambda: packed_file.read(name)
-  arrays = timm.from_tensors(opened.tensors, repr(name), like, config)
+    variables, rules = packed_file.read(name)
+    leaves = flatten(variables, lambda x: isinstance(x, NMPacked))
+    return "packed", {_key(key): _with_zeros(x) for key, x in leaves}, rules, lambda: variables
+  arrays = timm.from_tensors(opened.tensors, repr(name), like)
   return "timm", {_key(key): x for key, x in arrays.items()}, None, None
+
+
+def _with_zeros(x: Any) -> Lazy:
+  unpacked = lambda: unpack(x) if isinstance(x, NMPacked) else x
+  return Lazy(tuple(x.shape), np.dtype(x.dtype), unpacked)
 
 
 def _key(key: str) -> str:

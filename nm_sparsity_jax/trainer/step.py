@@ -282,9 +282,9 @@ class Model:
       return metrics.before(dense, *at, *pull_back(grads))
 
     def after(state: TrainState, seen: metrics.Before):
-      return metrics.summary(
-        state.dense, self.rules, state.sparse_step, state.masks, None, state.opt_state, seen
-      )
+      dense, moments = state.dense, metrics.second_moments(state.opt_state, state.dense)
+      at = self.rules, state.sparse_step, state.masks
+      return metrics.summary(dense, *at, moments=moments, seen=seen)
 
     return self.jit(before), self.jit(after, out_shardings=self.replicated)
 

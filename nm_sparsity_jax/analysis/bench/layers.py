@@ -122,7 +122,7 @@ def measured(
     packed_way=f"{way} {cpu.isa()}" if way == "cpu_ffi" else way,
     is_taken=isinstance(of_one.prepare(first, rows, backend), NMPacked),
     dense_bytes=4 * first.depth * first.features,
-    packed_bytes=of_one.sizes(first).total,
+    packed_bytes=first.nbytes,
     times=spent[dense] / spent[way] if is_long and spent[way] else 0.0,
   )
 

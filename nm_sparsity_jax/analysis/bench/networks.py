@@ -174,7 +174,7 @@ def _t5(network: Any, batch: int, inputs: int, tokens: int) -> list[Work]:
   once = re.compile(r"(encoder/|.*/encoder_decoder_attention/(key|value)/).*")
 
   def read(params, _):
-    made = ["prepared", "decoded"]
+    made = ["prepared", "cache"]
     return network.apply({"params": params}, given, 1, mutable=made, method="start")[1]
 
   decoded = lambda params, n: decoding.greedy(network, params, given, n, eos_id=_NEVER)[0]

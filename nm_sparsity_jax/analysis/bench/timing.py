@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from nm_sparsity_jax.core.packed import choice
+from nm_sparsity_jax.core import installed
 
 _SECONDS, _MOST = 0.02, 5  # a turn repeats a short call
 CACHE = 1 << 27  # bytes, 128 MiB: more than a cache holds
@@ -24,7 +24,7 @@ _Name = TypeVar("_Name", bound=Hashable)
 def threads() -> int:
   """Returns how many threads XLA multiplies with: the cores of this process, or PJRT_NPROC."""
   cores = os.environ.get("PJRT_NPROC", "")
-  return int(cores) if cores else choice.cores()
+  return int(cores) if cores else installed.cores()
 
 
 def interleave(

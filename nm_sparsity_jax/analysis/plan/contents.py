@@ -34,7 +34,7 @@ def kernels(assignment: Assignment) -> dict[str, Any]:
       {**entry(name, of), **dict(zip(fields, fact, strict=True))} for name, of, fact in alike(facts)
     ],
     "skipped": [{**entry(name, of), "why": why} for name, of, why in alike(assignment.skipped)],
-    "dense": [entry(*named) for named in group(dense, words=True)],
+    "dense": [entry(*named) for named in group(dense)],
   }
 
 
@@ -98,7 +98,7 @@ def rate(plan: Plan) -> dict[str, Any] | None:
   config, steps, offset = plan.config, plan.number("SPARSE_STEPS"), 0
   if config.program != "train" or not steps:
     return None
-  own = config.argument_of("OPTIMIZER", "learning_rate")
+  own = config.argument("learning_rate", "OPTIMIZER")
   if config.local:
     function = config.argument("learning_rate", "Run")
   elif isinstance(own, int | float):
