@@ -32,7 +32,6 @@ from nm_sparsity_jax.runs.signals import Signals
 from nm_sparsity_jax.trainer import checkpoints, evaluation, reports, writers
 from nm_sparsity_jax.trainer.run import Run, note_run
 from nm_sparsity_jax.trainer.step import NORMS, Model, TrainState
-from nm_sparsity_jax.training import metrics
 
 __all__ = ["FREE", "Run", "check", "evaluate", "infer", "settings_of", "train"]
 
@@ -236,12 +235,8 @@ class _Process:
     found = self.evaluator.evaluate(run.model.variables(state), step)
     _tell(found, run.model, step, self.curves, reports.say)
     self.curves.flush()
-    rules = run.model.rules
-    summary = lambda s: metrics.summary(s.dense, rules, s.sparse_step, s.masks, per_place=False)
-    now = run.model.jit(summary)(state)
-    # Both are float32 means over all weights, so equal ones may differ in the last bit.
-    is_sparse = bool(now["nm/density"] <= now["nm/density_target"] * (1 + 1e-6))
-    self.entries[step] = evaluation.entry(step, found, is_sparse, run.model.workload)
+    at_target = reports.at_target(run.model.rules, run.model.shapes, self.done)
+    self.entries[step] = evaluation.entry(step, found, at_target, run.model.workload)
     text = json.dumps(list(self.entries.values()), indent=1)
     files.write_atomically(self.saved.folder / "evaluations.json", text + "\n")
     self.saved.best = evaluation.best_step(self.entries.values(), run.best_metric)
