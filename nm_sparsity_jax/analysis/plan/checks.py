@@ -21,17 +21,15 @@ from nm_sparsity_jax.runs import checkpoint, checkpoint_rules, folders
 
 # Arguments of T5X's programs that say what data they read.
 _DATASETS = ("train_dataset_cfg", "train_eval_dataset_cfg", "infer_eval_dataset_cfg", "dataset_cfg")
-# The first word of a key -> the section that counts it.
-_SECTIONS = {"target": "parameters", "state": "step and optimizer", "flax_mutables": "mutables"}
 
 
 def check(plan: Plan) -> None:
-  """Notes what the program would refuse before its first step."""
+  """Raises what the program would refuse before its first step."""
   if plan.config.local:
     if plan.model is not None:
-      plan.attempt("the run", _local, plan)
+      _local(plan)
   elif plan.config.program is not None:
-    plan.attempt("data", _data, plan)
+    _data(plan)
 
 
 def _local(plan: Plan) -> None:
@@ -67,7 +65,7 @@ def _data(plan: Plan) -> None:
   vocabularies = [feature.vocabulary for feature in task.output_features.values()]
   in_a_bucket = any("://" in getattr(v, "sentencepiece_model_file", "") for v in vocabularies)
   if plan.workload is not None and not in_a_bucket:
-    plan.attempt("data", data.check_vocabulary, name, plan.workload.network_config.vocab_size)
+    plan.attempt(data.check_vocabulary, name, plan.workload.network_config.vocab_size)
   for argument in _DATASETS:
     if dataset := plan.config.argument(argument):
       _check_split(plan, task, dataset, argument == "train_dataset_cfg")
@@ -115,11 +113,6 @@ def restore(plan: Plan, path: str | None) -> dict[str, Any] | None:
   network_config = getattr(plan.workload, "network_config", None)
   stored = checkpoint.read(checkpoint.find(str(name)), plan.variables, network_config)
   if plan.config.program == "train":
-    if stored.packed is not None:
-      raise ValueError(
-        f"{stored.path!r} is a packed file, which does not learn: name the checkpoint "
-        "that was packed"
-      )
     _check_steps(plan, stored, newest is not None)
   return None if plan.params is None else _part(plan, stored, newest is not None)
 
@@ -143,7 +136,7 @@ def _check_steps(plan: Plan, stored: checkpoint.Stored, resuming: bool) -> None:
     plan.warnings.append(f"INITIAL_CHECKPOINT_PATH: {said}")
   macros = "PRETRAINED_STEPS", "TRAIN_STEPS", "TRAIN_STEPS_RELATIVE"
   steps = map(plan.number, macros)
-  plan.attempt("steps", checkpoint_rules.check_steps, plan.rules, start, *steps)
+  plan.attempt(checkpoint_rules.check_steps, plan.rules, start, *steps)
 
 
 def _part(plan: Plan, stored: checkpoint.Stored, resuming: bool) -> dict[str, Any]:
@@ -163,17 +156,15 @@ def _part(plan: Plan, stored: checkpoint.Stored, resuming: bool) -> dict[str, An
   # What else than parameters another program keeps is not known here.
   ours = [key for key in stored.leaves if plan.state is not None or key.startswith("target/")]
   kinds = {"load": load, "initialise": missing, "drop": [key for key in ours if key not in used]}
-  sections: dict[str, dict[str, int]] = {}
+  sections: dict[str, dict[str, int]] = {}  # by the first word of a key, such as 'target'
   for kind, keys in kinds.items():
     for key in keys:
-      name = _SECTIONS.get(key.partition("/")[0], key)
-      sections.setdefault(name, dict.fromkeys(kinds, 0))[kind] += 1
+      sections.setdefault(key.partition("/")[0], dict.fromkeys(kinds, 0))[kind] += 1
   return {
     "path": stored.path,
     "format": stored.format,
     "step": stored.step,
     "sparse_step": stored.sparse_step,
-    "rules": stored.rules,
     "sections": sections,
   }
 

@@ -16,67 +16,61 @@ from typing import Any
 
 from nm_sparsity_jax.analysis import scores
 from nm_sparsity_jax.analysis.report import reading, scored
-from nm_sparsity_jax.analysis.sweep.grid import Sweep
-from nm_sparsity_jax.analysis.sweep.training import Run
+from nm_sparsity_jax.analysis.sweep.grid import Run, Sweep
 from nm_sparsity_jax.core.text import format_table, score_digits
 from nm_sparsity_jax.runs import folders
 
 
-def table(sweep: Sweep, runs: Mapping[str, Run]) -> dict[str, Any]:
+def table(sweep: Sweep) -> dict[str, Any]:
   """Returns all that is known of a sweep, as --json prints it.
 
-      found = sweep.table(grid, sweep.check(grid))
+      found = sweep.table(grid)
       for row in found["rows"]:
         print(row["recipe"], row["pattern"], row["score"]["mean"], row["done"], "of", row["seeds"])
 
   Args:
     sweep: what `read` returns.
-    runs: what `check` returns.
 
   Returns:
-    file, out, done (runs), of (runs), seeds, baseline, tasks; `less_is_better`, those of the tasks;
-    `measures`, which each row has; `rows`, one for a recipe and a pattern; `runs`, one for each
+    file, out, done (runs), of (runs), seeds, baseline, tasks; `measures`, which each row has, and
+    `less_is_better`, some of them; `rows`, one for a recipe and a pattern; `runs`, one for each
     run, with its state and what it scored.
   """
-  found = [_run(run) for run in runs.values()]
+  found = [_run(run) for run in sweep.runs]
   cells = [run for run in found if run["recipe"] in sweep.recipes]
   tasks = list(dict.fromkeys(task for run in cells for task in run["tasks"]))
   less = list(dict.fromkeys(task for run in cells for task in run["less_is_better"]))
   more = [task for task in tasks if task not in less]
   for run in cells:
-    run["values"] = {**run["tasks"], "score": _score(run["tasks"], more), "loss": run["loss"]}
+    known = [value for task in more if (value := run["tasks"].get(task)) is not None]
+    score = statistics.fmean(known) if known and len(known) == len(more) else None
+    run["values"] = {**run["tasks"], "score": score, "loss": run["loss"]}
   measures = [*["score"] * bool(more), *(tasks if len(tasks) > 1 or less else []), "loss"]
-  grid = itertools.product(sweep.recipes, sweep.patterns or [None])
+  grid = itertools.product(sweep.recipes, sweep.patterns)
   rows = [_row(sweep, cells, measures, *place) for place in grid]
   return {
     "file": sweep.file, "out": str(sweep.out), "of": len(found),
     "done": sum(run["state"] == "done" for run in found), "seeds": list(sweep.seeds),
-    "baseline": sweep.baseline, "tasks": tasks, "less_is_better": less, "measures": measures,
-    "rows": rows, "runs": found,
+    "baseline": sweep.baseline, "tasks": tasks, "less_is_better": [*less, "loss"],
+    "measures": measures, "rows": rows, "runs": found,
   }  # fmt: skip
-
-
-def _score(values: Mapping[str, float | None], tasks: Sequence[str]) -> float | None:
-  """Returns the mean over tasks; None where one of them is not known."""
-  known = [value for task in tasks if (value := values.get(task)) is not None]
-  return statistics.fmean(known) if known and len(known) == len(tasks) else None
 
 
 def _run(run: Run) -> dict[str, Any]:
   """Returns what is known of one run; without numbers where it is not done."""
-  cell, state = run.cell, run.state()
+  state = run.state()
   found: dict[str, Any] = {
-    "run": cell.name, "recipe": cell.recipe, "pattern": cell.pattern, "seed": cell.seed,
+    "run": run.name, "recipe": run.recipe, "pattern": run.pattern, "seed": run.seed,
     "tasks": {}, "less_is_better": [], "loss": None, "remarks": [], "state": state,
   }  # fmt: skip
   if state == "failed":
     found["remarks"].append(run.why_failed())
   if state != "done":
     return found
-  losses = folders.evaluations(cell.folder)[run.last]["loss"]
+  losses = folders.evaluations(run.folder)[run.last]["loss"]
   found["loss"] = statistics.fmean(losses.values()) if losses else None
-  tasks = reading.tasks_of(cell.folder)
-  read = reading.Run(cell.folder, cell.name, {}, {}, tasks, "")
+  tasks = reading.tasks_of(run.folder)
+  read = reading.Run(run.folder, run.name, {}, {}, tasks, "")
   for name, measure in scored.measures(read).items():
     found["less_is_better"] += [name] * measure.less
     step, why = scores.choose(tasks[measure.task], measure.metrics, run.last)
@@ -134,10 +128,8 @@ def text(found: Mapping[str, Any]) -> str:
   Args:
     found: what `sweep.table` returns.
   """
-  parts = [heading(found)]
-  for title, rows in tables(found):
-    parts.append("\n  ".join([title, *format_table(rows).splitlines()]))
-  return "\n\n".join([*parts, "\n".join(notes(found))]).rstrip()
+  parts = [f"{title}\n{format_table(rows)}" for title, rows in tables(found)]
+  return "\n\n".join([heading(found), *parts, "\n".join(notes(found))]).rstrip()
 
 
 def heading(found: Mapping[str, Any]) -> str:
@@ -161,8 +153,8 @@ def tables(found: Mapping[str, Any]) -> Iterator[tuple[str, list[list[str]]]]:
     means = [row[measure]["mean"] for row in rows]
     if means == [None] * len(means):
       continue
-    digits = 4 if measure in (*less, "loss") else score_digits(means)
-    what = "less is better" if measure in (*less, "loss") else "more is better"
+    digits = 4 if measure in less else score_digits(means)
+    what = "less is better" if measure in less else "more is better"
     of = f"mean of {', '.join(more)}, " if measure == "score" else ""
     title = f"{measure}: {of}{what}; mean +- half of its 95 % interval (seeds)"
     yield title, _pivot(rows, lambda row, m=measure: row[m], digits)
@@ -179,8 +171,7 @@ def _pivot(rows: Sequence[Any], spread: Any, digits: int, sign: str = "") -> lis
   for row in rows:
     cell = _cell(spread(row), row["seeds"], digits, sign)
     lines.setdefault(row["recipe"], [row["recipe"]]).append(cell)
-  head = dict.fromkeys(row["pattern"] or "dense" for row in rows)
-  return [["", *head], *lines.values()]
+  return [["", *dict.fromkeys(row["pattern"] for row in rows)], *lines.values()]
 
 
 def _cell(spread: Mapping[str, Any], seeds: int, digits: int, sign: str) -> str:
