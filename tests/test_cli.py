@@ -55,7 +55,7 @@ print([m for m in {HEAVY!r} if m in sys.modules])
 
 @pytest.mark.parametrize(
   "argv",
-  [[], ["export"], ["plan", "--nope"], ["plan", "--gin.X"], ["glue", "scores"], ["score"]],
+  [[], ["export"], ["plan", "--gin.X"], ["glue", "scores"], ["verify", "x", "--rules={ff: 1}"]],
 )
 def test_a_wrong_command_line_is_2(argv, capsys):
   with pytest.raises(SystemExit) as e:
@@ -98,8 +98,7 @@ def test_an_error_is_one_line(error, said, monkeypatch, capsys):
     (["plan", "--gin_file=x"], "gin"),
     (["train", "--gin_file=x"], "clu"),
     (["report", "x"], "jinja2"),
-    (["sweep", "x"], "gin"),
-    (["quickstart", "--out=new", "--task=rebus"], "clu"),
+    (["sweep", "x"], "matplotlib"),
   ],
 )
 def test_what_is_not_installed_is_said_at_the_door(argv, lost, monkeypatch, capsys):
@@ -112,24 +111,17 @@ def test_what_is_not_installed_is_said_at_the_door(argv, lost, monkeypatch, caps
 # --- gin-path, from every kind of installation --------------------------------------------------
 
 
-def test_gin_path_of_this_checkout_and_of_none(monkeypatch, tmp_path, capsys):
+def test_files_that_help_texts_name_are_found_from_anywhere(monkeypatch, tmp_path, capsys):
   assert cli.main(["gin-path"]) == 0
   assert pathlib.Path(capsys.readouterr().out.strip()) == ROOT
-  monkeypatch.setattr(folders.nm_sparsity_jax, "__file__", str(tmp_path / "a/__init__.py"))
-  assert cli.main(["gin-path"]) == 1
-  assert "no gin_configs/ in" in capsys.readouterr().err
-
-
-def test_files_that_help_texts_name_are_found_from_anywhere(monkeypatch, tmp_path, capsys):
   monkeypatch.chdir(tmp_path)
   example = "examples/sweep_mini_glue.toml"
   assert folders.find(example) == ROOT / example
   (tmp_path / "examples").mkdir()
   (tmp_path / example).write_text("out = 'mine'\n")
   assert folders.find(example) == pathlib.Path(example)  # yours comes first
-  for missing in ("examples/nope.toml", "examples"):
-    assert cli.main(["sweep", missing]) == 1
-    assert f"no file '{missing}' here, in {tmp_path}" in capsys.readouterr().err
+  assert cli.main(["sweep", "examples"]) == 1
+  assert f"no file 'examples' here, in {tmp_path}" in capsys.readouterr().err
 
 
 def build(kind, folder, source):

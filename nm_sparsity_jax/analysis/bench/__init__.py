@@ -9,7 +9,7 @@
 """
 
 from nm_sparsity_jax.analysis.bench.networks import bench
-from nm_sparsity_jax.analysis.bench.products import products
+from nm_sparsity_jax.analysis.bench.layers import products
 from nm_sparsity_jax.analysis.bench.timing import Found, Timing
 
 __all__ = ["Found", "Timing", "bench", "products"]

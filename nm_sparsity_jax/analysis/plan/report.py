@@ -122,4 +122,5 @@ def _lines(part: Mapping[str, Any], indent: str = "") -> Iterator[str]:
       yield f"{indent}{name}"
       yield from _lines(value, f"{indent}  ")
     elif value not in (None, []):
-      yield f"{indent}{name}: {value:,.6g}" if isinstance(value, float) else f"{indent}{name}: {value}"
+      digits = ",.6g" if isinstance(value, float) else "," if isinstance(value, int) else ""
+      yield f"{indent}{name}: {value:{digits}}"
