@@ -1,5 +1,6 @@
 """nm-sparsity doctor, against invented environments and this one."""
 
+import importlib.metadata
 import json
 import pathlib
 import re
@@ -30,10 +31,13 @@ REQUIRES = {
 
 @pytest.fixture
 def environment(monkeypatch, tmp_path):
-  """Makes an environment with these versions, and with these of T5X's three."""
+  """Makes an environment with these versions, and with T5X's three from these commits."""
 
   def make(changed=(), three=doctor.UNPUBLISHED):
     versions = {name: v for name, v in {**GOOD, **dict(changed)}.items() if v}
+    urls = {name: json.dumps({"vcs_info": {"commit_id": c}}) for name, c in three.items()}
+    distribution = lambda name: types.SimpleNamespace(read_text=lambda _: urls.get(name))
+    monkeypatch.setattr(importlib.metadata, "distribution", distribution)
     monkeypatch.setattr(installed, "version", versions.get)
     monkeypatch.setattr(installed, "requires", lambda name: REQUIRES.get(name, []))
     folders = {"nm_sparsity_jax", *three}
@@ -73,11 +77,18 @@ def test_a_good_environment_has_nothing_to_mend(environment, monkeypatch):
   assert not any(map(remedies, ("core", "t5x", "tpu")))
   (folder / "t5x/t5x/configs/runs/finetune.gin").unlink()
   assert list(remedies("t5x")) == ["t5x"]
-  environment({"tensorflow": None, "tensorflow-cpu": "2.21"}, three=())
+  environment({"jax": "0.11.0"}, doctor.UNPUBLISHED | {"airio": "f" * 40})  # not what was tested
+  assert {*remedies("t5x")} == {"jax", "airio"}
+  environment({"tensorflow": None, "tensorflow-cpu": "2.21"}, three={})
   assert not remedies("core")  # alone it writes over nothing
   assert {*doctor.UNPUBLISHED} < {*remedies("t5x")}
   monkeypatch.setattr(installed, "kernels", lambda: (None, "it is not there"))
   assert "g++" in remedies("core")["packed kernels"]
+
+
+def test_documentation_installs_the_commits_that_were_tested():
+  found = re.findall(r"github.com/\S+/(\w+)@([0-9a-f]{40})", (ROOT / "docs/t5x.md").read_text())
+  assert dict(found) == doctor.UNPUBLISHED
 
 
 def test_a_checkout_is_installed_from_where_it_lies(environment):
@@ -92,7 +103,7 @@ def test_what_is_printed_and_the_exit_code(environment, capsys):
   environment()
   assert cli.main(["doctor", "--for", "t5x"]) == 0
   assert capsys.readouterr().out.endswith("Ready for t5x.\n")
-  environment({"jax": None}, three=())
+  environment({"jax": None}, three={})
   assert cli.main(["doctor"]) == 1
   assert re.search(r"^BAD +jax +is not installed$", capsys.readouterr().out, re.MULTILINE)
 
@@ -102,8 +113,7 @@ def test_constraints_meet_the_floors_and_name_all_that_is_asked_for(monkeypatch)
   setuptools = pytest.importorskip("setuptools")
   monkeypatch.setattr(setuptools, "setup", lambda **said: setup.update(said))
   runpy.run_path(str(ROOT / "setup.py"))
-  text = (ROOT / "constraints-t5x.txt").read_text()
-  tested = dict(re.findall(r"^([\w.-]+)==(\S+)$", text, re.MULTILINE))
+  tested = doctor.tested_versions()
   for line in [*setup["install_requires"], *setup["extras_require"]["t5x"]]:
     name, floor = re.fullmatch(r"([\w-]+)(.*)", line).groups()
     assert installed.meets(tested[name], floor), name

@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 from study_records import STUDY
 
+from nm_sparsity_jax import cli
+from nm_sparsity_jax.analysis import sweep
 from nm_sparsity_jax.cli import quickstart
 from nm_sparsity_jax.integrations import gin_files
 from nm_sparsity_jax.trainer import optimizers
@@ -118,17 +120,16 @@ def test_a_run_begins_at_a_dense_start(tiny_table, monkeypatch):
 
 
 def test_rebus_is_the_task_of_the_quickstart():
-  command, _ = quickstart.train(quickstart.TASKS["rebus"], "out", 540, "sr_ste")
-  words = [word.partition("=") for word in command]
-  files = [value for flag, _, value in words if flag == "--gin_file"]
-  own = [word.removeprefix("--gin.") for word in command if word.startswith("--gin.")]
-  with gin_files.Config([gin_files.folder()], files, own) as config:
+  grid = sweep.read(quickstart.FILES["rebus"])
+  (run,) = (run for run in grid.runs if run.recipe == "sr_ste")
+  args = cli.parse(grid.command(run))[-1]
+  with gin_files.Config([gin_files.folder()], args.gin_file, args.gin_bindings) as config:
     workload, rules = config.value("WORKLOAD"), config.value("RULES")
     schedule = ("LEARNING_RATE", "LEARNING_RATE_FACTORS", "WARMUP_STEPS", "SPARSE_STEPS")
     wanted = optimizers.learning_rate(*map(config.value, schedule))
   task = tasks.TASKS["rebus"]
   assert workload.network.config == task.network(True).config
-  assert workload.batch_size == task.examples and quickstart.TASKS["rebus"].steps == 540
+  assert workload.batch_size == task.examples and run.steps == 540
   assert rules.places == train.rules_of(("ff",), ROW, "1:16", 540).places
   with jax.numpy_dtype_promotion("standard"):
     falling, wanted = (

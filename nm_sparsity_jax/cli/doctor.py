@@ -9,7 +9,7 @@ what you do, so --for says which parts must be there:
   t5x     t5x.train with our gin files (docs/t5x.md)
   tpu     a TPU's compiler that fits the installed jax (docs/tpu.md)
 
-Each line is ok, BAD (to fix), or slow: it works, and could be faster.
+Each line is ok, BAD (to fix), or !: not what was tested, or slower than it could be.
 
 Exit code: 0 = nothing is bad, 1 = something is.
 """
@@ -17,8 +17,11 @@ Exit code: 0 = nothing is bad, 1 = something is.
 from __future__ import annotations
 
 import argparse
+import importlib.metadata
 import importlib.util
+import json
 import pathlib
+import re
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -26,7 +29,12 @@ from nm_sparsity_jax.core import installed
 from nm_sparsity_jax.core.text import columns
 
 PURPOSES = ("core", "tasks", "local", "t5x", "tpu")
-UNPUBLISHED = ("t5x", "airio", "jestimator")  # not in the package index
+# Not in the package index, and the commits that were tested.
+UNPUBLISHED = {
+  "t5x": "cc342d419ec3e3e9c4bf1df33c82330cafdc1e16",
+  "airio": "69897df7d9a427b947a9f7bb4164c7782b43e601",
+  "jestimator": "326824a477feef6d92e6f44175000907a72899ca",
+}
 # Packages that write the same files as others: package -> those others.
 _CONFLICTS = {
   "tensorflow-cpu": ("tensorflow",),
@@ -91,14 +99,13 @@ def examine(purpose: str) -> Iterator[Finding]:
     text = "runs from a folder, but is not installed"
     yield Finding("BAD", installed.NAME, text, install_command("core"))
   yield from _required(installed.NAME, purpose, install_command(purpose))
-  for name in UNPUBLISHED if purpose == "t5x" else ():
-    folder, docs = folder_of(name), "install it from its source: docs/t5x.md"
-    if folder is None:
-      yield Finding("BAD", name, "is not installed, and not on PyPI", docs)
-    elif name == "t5x" and not (folder / "configs" / "runs" / "finetune.gin").is_file():
-      yield Finding("BAD", name, f"{folder}, without its gin files", docs)
-    else:
-      yield Finding("ok", name, str(folder))
+  if purpose == "t5x":
+    yield from map(_unpublished, UNPUBLISHED)
+    for name, tested in tested_versions().items():
+      have = installed.version(name)
+      if have and not installed.meets(have, f"=={tested}"):
+        remedy = f"if T5X fails: pip install {name}=={tested}"
+        yield Finding("!", name, f"{have}; T5X was tested with {tested}", remedy)
   if purpose == "tpu":  # jax says which jaxlib and libtpu it was released with
     yield from _required("jax", "tpu", f"pip install 'jax[tpu]=={installed.version('jax')}'")
   for name, others in _CONFLICTS.items():
@@ -110,7 +117,7 @@ def examine(purpose: str) -> Iterator[Finding]:
   library, why = installed.kernels()
   if library is None:
     remedy = f"where g++ is, install this package again: {install_command('core')}"
-    yield Finding("slow", "packed kernels", why, remedy)  # XLA multiplies
+    yield Finding("!", "packed kernels", why, remedy)  # XLA multiplies
   else:
     yield Finding("ok", "packed kernels", library.nm_sparsity_isa(0).decode())
 
@@ -127,6 +134,31 @@ def _required(distribution: str, extra: str, remedy: str) -> Iterator[Finding]:
       else:
         text = f"{have}, but {wanted} is needed" if have else "is not installed"
         yield Finding("BAD", found.name, text, remedy)
+
+
+def tested_versions() -> dict[str, str]:
+  """Returns what T5X was tested with, of constraints-t5x.txt."""
+  from nm_sparsity_jax.integrations import gin_files  # imports gin
+
+  text = (gin_files.folder() / "constraints-t5x.txt").read_text()
+  return dict(re.findall(r"^([\w.-]+)==(\S+)$", text, re.MULTILINE))
+
+
+def _unpublished(name: str) -> Finding:
+  folder, docs = folder_of(name), "install it from its source: docs/t5x.md"
+  if folder is None:
+    return Finding("BAD", name, "is not installed, and not on PyPI", docs)
+  if name == "t5x" and not (folder / "configs" / "runs" / "finetune.gin").is_file():
+    return Finding("BAD", name, f"{folder}, without its gin files", docs)
+  # pip's note on where a distribution comes from (PEP 610); none where a folder is on the path.
+  try:
+    note = importlib.metadata.distribution(name).read_text("direct_url.json")
+  except importlib.metadata.PackageNotFoundError:
+    note = None
+  commit = json.loads(note or "{}").get("vcs_info", {}).get("commit_id", "unknown")
+  if commit == UNPUBLISHED[name]:
+    return Finding("ok", name, f"commit {commit[:7]} ({folder})")
+  return Finding("!", name, f"commit {commit[:7]}; tested: {UNPUBLISHED[name][:7]}", docs)
 
 
 def folder_of(module: str) -> pathlib.Path | None:
