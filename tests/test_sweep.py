@@ -91,7 +91,7 @@ def test_the_grid_seed_by_seed_dense_once_a_seed(here):
     "GRADIENT": None, "RECIPE_FIELDS": None, "MODEL_DIR": "out/start-seed3",
   }  # fmt: skip
   words = grid.command(run)
-  assert words[:2] == ["train", "--import=mine"] and "--gin.PATTERN='1:8'" in words
+  assert words[:2] == ["train", "--import=mine"] and '--gin.PATTERN="1:8"' in words
   # Without [start] and a baseline; a dense run is dense whatever the gin files say.
   pathlib.Path("mine.gin").write_text("BETA = 0.25\n")
   text = FILE.partition("[start]")[0].replace('"sr_ste", "idp"', '"mdgf_linear"')

@@ -111,7 +111,10 @@ class Sweep:
     """Returns the words of the command that makes a run, after `nm-sparsity`."""
     modules = [f"--import={name}" for name in self.imports]
     named = [f"--gin_file={file}" for file in self.gin_files]
-    return ["train", *modules, *named, *(f"--gin.{name}={v!r}" for name, v in run.macros.items())]
+    macros = {name: repr(value) for name, value in run.macros.items()}
+    # A shell wants single quotes around the word, so a gin string has double ones where it can.
+    double = lambda text: text if '"' in text else text.replace("'", '"')
+    return ["train", *modules, *named, *(f"--gin.{k}={double(v)}" for k, v in macros.items())]
 
 
 def read(file: str, imports: Sequence[str] = (), data: bool = False) -> Sweep:
