@@ -22,7 +22,10 @@ HERE = pathlib.Path(__file__).resolve().parent
 NAMES = ("dense", "sr_ste", "mdgf_exponential", "sdgf_stepwise")
 
 
-@pytest.mark.parametrize("task, steps, pattern", [("mini-glue", 240, "1:8"), ("rebus", 540, "1:16")])
+SPARSE = [("mini-glue", 240, "1:8"), ("rebus", 540, "1:16")]
+
+
+@pytest.mark.parametrize("task, steps, pattern", SPARSE)
 def test_its_file_is_right(task, steps, pattern, tmp_path, monkeypatch):
   monkeypatch.chdir(tmp_path)
   runs = sweep.read(quickstart.FILES[task]).runs
@@ -31,7 +34,7 @@ def test_its_file_is_right(task, steps, pattern, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("hold", ["", "sr_ste-1_8-seed0"])
-def test_each_command_is_shown_and_run_until_one_fails_or_stops(hold, tmp_path, monkeypatch, capsys):
+def test_each_command_is_shown_and_run_until_one_fails(hold, tmp_path, monkeypatch, capsys):
   monkeypatch.chdir(tmp_path)
   monkeypatch.setattr(t5.T5, "check", lambda self: None)
   monkeypatch.setattr(settings, "refuse_changed", lambda folder, now: None)  # a stub notes none

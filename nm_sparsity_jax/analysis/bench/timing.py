@@ -81,7 +81,9 @@ def threads() -> int:
   return int(cores) if cores else choice.cores()
 
 
-def interleave(calls: Mapping[str, Callable[[], Any]], turns: int, cold: int = 0) -> dict[str, float]:
+def interleave(
+  calls: Mapping[str, Callable[[], Any]], turns: int, cold: int = 0
+) -> dict[str, float]:
   """Returns the median seconds of each call; the first to go is another one in each turn.
 
   Args:

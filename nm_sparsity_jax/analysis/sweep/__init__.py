@@ -1,7 +1,7 @@
 """A grid of recipes, patterns and seeds from one file: checked, trained, compared.
 
     from nm_sparsity_jax import sweep
-    grid = sweep.read("sweep.toml")      # a Sweep: its runs, seed by seed; raises for a wrong setting
+    grid = sweep.read("sweep.toml")      # its runs, seed by seed; raises for a wrong setting
     sweep.train(grid)                    # each run is a process of its own
     found = sweep.table(grid)            # plain values: means, spreads, differences
     print(sweep.text(found))
