@@ -1,6 +1,5 @@
 """The command line itself, and gin-path from every kind of installation."""
 
-import email
 import importlib
 import os
 import pathlib
@@ -184,13 +183,9 @@ def test_a_wheel_has_every_file_that_the_package_names(built, tmp_path):
 def test_a_package_index_shows_a_page_without_dead_links(built):
   with zipfile.ZipFile(built[".whl"]) as wheel:
     (name,) = [n for n in wheel.namelist() if n.endswith(".dist-info/METADATA")]
-    metadata = email.message_from_bytes(wheel.read(name))
-  page = metadata.get_payload()
-  assert isinstance(page, str) and page.startswith("# nm-sparsity-jax\n\nThe files that this page")
-  assert re.findall(r"\]\((?!https://)", page) == []
-  for file in re.findall(r"\((?:Picture: )?`([\w/]+\.\w+)`", page):
-    assert (ROOT / file).is_file(), file
-  assert metadata["Version"] == nm_sparsity_jax.__version__
+    page = wheel.read(name).decode()
+  assert f"\nVersion: {nm_sparsity_jax.__version__}\n" in page
+  assert "# nm-sparsity-jax" in page and not re.findall(r"\]\((?!https://)", page)
 
 
 def test_gin_path_of_an_sdist(built, tmp_path):

@@ -91,21 +91,19 @@ def test_documentation_installs_the_commits_that_were_tested():
   assert dict(found) == doctor.UNPUBLISHED
 
 
-def test_a_checkout_is_installed_from_where_it_lies(environment):
-  folder = environment()
-  assert doctor.install_command("t5x") == "pip install 'nm-sparsity-jax[t5x]'"
-  (folder / "nm_sparsity_jax").mkdir()
-  (folder / "nm_sparsity_jax/setup.py").touch()
-  assert "-c constraints-t5x.txt -e '.[t5x]' in " in doctor.install_command("t5x")
-
-
 def test_what_is_printed_and_the_exit_code(environment, capsys):
-  environment()
+  folder = environment()
   assert cli.main(["doctor", "--for", "t5x"]) == 0
   assert capsys.readouterr().out.endswith("Ready for t5x.\n")
   environment({"jax": None}, three={})
   assert cli.main(["doctor"]) == 1
-  assert re.search(r"^BAD +jax +is not installed$", capsys.readouterr().out, re.MULTILINE)
+  said = capsys.readouterr().out
+  assert re.search(r"^BAD +jax +is not installed$", said, re.MULTILINE)
+  assert "jax: pip install 'nm-sparsity-jax'" in said
+  # A checkout is installed from where it lies.
+  (folder / "nm_sparsity_jax").mkdir()
+  (folder / "nm_sparsity_jax/setup.py").touch()
+  assert "-c constraints-t5x.txt -e '.[t5x]' in " in doctor.install_command("t5x")
 
 
 def test_constraints_meet_the_floors_and_name_all_that_is_asked_for(monkeypatch):

@@ -77,19 +77,12 @@ def test_without_a_run_it_is_one_error(run):  # noqa: F811
   assert "training run" in error
 
 
-@pytest.mark.parametrize(
-  "version, raised, said",
-  [
-    (None, "", "is not installed"),
-    ("0.0.42", "ABORTED: Internal error when accessing libtpu lockfile.", "another process"),
-    ("0.0.42", "PJRT C API version 0.80 is newer than the plugin's", "doctor --for tpu"),
-  ],
-)
-def test_what_libtpu_refuses_is_one_sentence(monkeypatch, version, raised, said):
+@pytest.mark.parametrize("version, said", [(None, "not installed"), ("0.0.42", "another process")])
+def test_what_libtpu_refuses_is_one_sentence(monkeypatch, version, said):
   from jax.experimental import topologies
 
   def refuse(*_, **__):
-    raise RuntimeError(raised)
+    raise RuntimeError("ABORTED: Internal error when accessing libtpu lockfile.")
 
   monkeypatch.setattr(installed, "version", lambda name: version)
   monkeypatch.setattr(topologies, "get_topology_desc", refuse)
