@@ -102,12 +102,10 @@ def test_schedule_and_cost(run):
   assert [s["global_start"] for s in part["segments"]] == [1_000_000, 1_000_010, 1_000_070]
   dense = T5(network.Transformer(network.T5Config(**SIZES)), lengths=LENGTHS).cost()
   made = configure.rules({"ff": None}, "mdgf_linear", "1:4", **phases).places
-  once, cost = nms.flops.inference(dense, made), report["cost"]
-  near = lambda x: pytest.approx(x, rel=1e-9)
-  assert cost["inference"] == {"dense": near(dense.flops), "sparse": near(once.flops)}
+  cost, near = report["cost"], lambda x: pytest.approx(x, rel=1e-9)
+  once = nms.flops.inference(dense, made).flops
+  assert cost["inference"] == {"dense": near(dense.flops), "sparse": near(once)}
   assert cost["training"]["sparse"] == near(nms.flops.training(dense, made, 7).flops)
-  assert cost["training"]["dense"] == near(3 * 7 * 100 * dense.flops)
-  assert cost["parameters"]["kept"] == once.params and cost["lengths"] == LENGTHS
 
 
 def test_the_largest_t5_is_not_allocated(run):
@@ -179,16 +177,6 @@ def test_a_wrong_setting_is_named(run, changes, words):
   if "PATERN" in changes:
     _, report = run("--allow-unknown", **SETTINGS | changes)
     assert report["ok"] and has(report["warnings"], "PATERN")
-
-
-def test_a_run_file_without_t5x_says_so(run, monkeypatch):
-  for name in [name for name in sys.modules if name.split(".")[0] == "t5x"]:
-    monkeypatch.delitem(sys.modules, name)
-  monkeypatch.delitem(sys.modules, "nm_sparsity_jax.integrations.t5x", raising=False)
-  monkeypatch.delattr("nm_sparsity_jax.integrations.t5x", raising=False)
-  monkeypatch.setitem(sys.modules, "t5x", None)
-  _, report = run(files=["model.gin", "gin_configs/runs/t5x_finetune.gin"], **SETTINGS)
-  assert has(report["errors"], "t5x", "nm-sparsity doctor")
 
 
 def test_a_plan_of_an_evaluation(run):

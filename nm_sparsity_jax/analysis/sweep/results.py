@@ -140,14 +140,12 @@ def heading(found: Mapping[str, Any]) -> str:
 
 
 def tables(found: Mapping[str, Any]) -> Iterator[tuple[str, list[list[str]]]]:
-  """Yields of each measure a table of means and one of differences: a title, and rows of texts.
-
-  A row is a recipe, and a column a pattern; the header comes first.
+  """Yields a table of each measure: a title, and a row of texts for each recipe and pattern.
 
   Args:
     found: what `sweep.table` returns.
   """
-  less, rows = found["less_is_better"], found["rows"]
+  less, rows, baseline = found["less_is_better"], found["rows"], found["baseline"]
   more = [task for task in found["tasks"] if task not in less]
   for measure in found["measures"]:
     means = [row[measure]["mean"] for row in rows]
@@ -156,42 +154,33 @@ def tables(found: Mapping[str, Any]) -> Iterator[tuple[str, list[list[str]]]]:
     digits = 4 if measure in less else score_digits(means)
     what = "less is better" if measure in less else "more is better"
     of = f"mean of {', '.join(more)}, " if measure == "score" else ""
-    title = f"{measure}: {of}{what}; mean +- half of its 95 % interval (seeds)"
-    yield title, _pivot(rows, lambda row, m=measure: row[m], digits)
-    others = [row for row in rows if row["differences"]]
-    if others:
-      title = f"{measure}, difference from {found['baseline']} with the same seed"
-      cell = lambda row, m=measure: row["differences"][m]
-      yield f"{title}; mean +- half (pairs)", _pivot(others, cell, digits, "+")
+    head = ["recipe", "pattern", "seeds", measure, f"difference from {baseline}"]
+    cells = [
+      [
+        row["recipe"], row["pattern"], f"{row[measure]['n']} of {row['seeds']}",
+        _cell(row[measure], digits), _cell(row["differences"].get(measure), digits, "+"),
+      ]
+      for row in rows
+    ]  # fmt: skip
+    yield f"{measure}: {of}{what}", [head, *cells]
 
 
-def _pivot(rows: Sequence[Any], spread: Any, digits: int, sign: str = "") -> list[list[str]]:
-  """Returns a line for each recipe with a cell for each pattern."""
-  lines: dict[str, list[str]] = {}
-  for row in rows:
-    cell = _cell(spread(row), row["seeds"], digits, sign)
-    lines.setdefault(row["recipe"], [row["recipe"]]).append(cell)
-  return [["", *dict.fromkeys(row["pattern"] for row in rows)], *lines.values()]
-
-
-def _cell(spread: Mapping[str, Any], seeds: int, digits: int, sign: str) -> str:
-  """Returns a spread such as `77.9 +-2.0 (3)`, or `(2 of 3)` where seeds are missing."""
-  mean, half, n = spread["mean"], spread["half"], spread["n"]
-  mean = "-" if mean is None else f"{round(mean, digits) + 0.0:{sign}.{digits}f}"  # no -0.0
-  half = "" if half is None else f" +-{half:.{digits}f}"
-  return f"{mean}{half} ({n if n == seeds else f'{n} of {seeds}'})"
+def _cell(spread: Mapping[str, Any] | None, digits: int, sign: str = "") -> str:
+  """Returns a spread such as `77.9 +-2.0`; '' where there is none."""
+  if spread is None or spread["mean"] is None:
+    return ""
+  mean = round(spread["mean"], digits) + 0.0  # no -0.0
+  half = "" if spread["half"] is None else f" +-{spread['half']:.{digits}f}"
+  return f"{mean:{sign}.{digits}f}{half}"
 
 
 def notes(found: Mapping[str, Any]) -> list[str]:
   """Returns what a reader of the numbers must know, a line each."""
-  made = []
-  if found["done"]:
-    made.append(
-      "Each run counts with its last checkpoint. The 95 % intervals are Student's t, not corrected "
-      "for multiple comparisons."
-    )
-  if any(row["recipe"] == "dense" for row in found["rows"]) and len(found["rows"]) > 1:
-    made.append("A dense run has no pattern. Each seed has one, which every column shows.")
+  made = [
+    "Each run counts with its last checkpoint. +- is half of the 95 % interval of a mean, by "
+    "Student's t, not corrected for multiple comparisons. Differences are of runs with the same "
+    "seed. A dense run has no pattern: it stands at each of them."
+  ]
   for run in found["runs"]:
     failed = "failed: " * (run["state"] == "failed")
     made += [f"{failed}{run['run']}: {remark}" for remark in run["remarks"]]
