@@ -236,8 +236,6 @@ def test_a_checkpoint_fits_or_does_not(run, tmp_path):
   assert not code, report["errors"]
   found = report["restore"]
   assert (found["format"], found["step"], found["sparse_step"]) == ("Orbax", 6, None)
-  count = len(jax.tree.leaves(tree["target"]))
-  assert found["sections"] == {"target": dict(load=count, initialise=0, drop=0)}
   _, report = run(f"--checkpoint={path}", **SETTINGS, raw=[f"{OURS}.mlp_dim = 64"])
   (error,) = report["errors"]
   assert "12 of another shape" in error and "(32, 48) there and (32, 64) here" in error
@@ -247,7 +245,6 @@ def test_a_checkpoint_fits_or_does_not(run, tmp_path):
   _, report = run(f"--checkpoint={path}", **SETTINGS)
   (error,) = report["errors"]
   assert "1 of 57 missing (target/encoder/layers_0/mlp/wi_1/kernel)" in error
-  assert report["restore"]["sections"]["target"]["drop"] == 1
 
 
 # --- with T5X -----------------------------------------------------------------------------------

@@ -42,8 +42,12 @@ def add_gin(parser: argparse.ArgumentParser, required: bool = True) -> None:
 
 
 def search_paths(args: argparse.Namespace) -> Sequence[str]:
-  """Returns the folders that --gin_search_paths names."""
-  return [path for path in args.gin_search_paths.split(",") if path]
+  """Returns where gin files are looked for; imports what --import names, which they may need."""
+  require("gin")
+  import_modules(args)
+  from nm_sparsity_jax.integrations import gin_files
+
+  return [*filter(None, args.gin_search_paths.split(",")), str(gin_files.folder())]
 
 
 def add_evaluation(parser: argparse.ArgumentParser) -> None:
@@ -68,9 +72,7 @@ def add_import(parser: argparse.ArgumentParser) -> None:
 
 
 def import_modules(args: argparse.Namespace) -> None:
-  """Imports the modules of --import in their order; those in the current folder are found too."""
-  if not args.imports:
-    return
+  """Imports the modules of --import in their order; modules in the current folder are found."""
   from nm_sparsity_jax.integrations import gin_files
 
   gin_files.see_modules_here()

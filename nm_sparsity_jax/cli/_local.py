@@ -14,10 +14,8 @@ from nm_sparsity_jax.integrations import gin_files
 
 def read(args: argparse.Namespace, program: str) -> tuple[gin_files.Config, str]:
   """Returns the configuration of a program of the local runner, and its text for config.gin."""
-  _flags.require("gin", "clu")
-  gin_files.see_modules_here()
-  _flags.import_modules(args)
-  paths = [*_flags.search_paths(args), gin_files.folder()]
+  _flags.require("clu")
+  paths = _flags.search_paths(args)
   config = gin_files.read(args.gin_file, args.gin_bindings, paths, program)
   if isinstance(module := config.get("MIXTURE_OR_TASK_MODULE"), str):
     gin_files.refuse_missing_module(module)  # before imports of many seconds

@@ -75,7 +75,7 @@ def network(args: argparse.Namespace) -> Any:
   from nm_sparsity_jax.deploy import unstack_layers
   from nm_sparsity_jax.integrations import gin_files
 
-  paths = [*_flags.search_paths(args), gin_files.folder()]
+  paths = _flags.search_paths(args)
   with gin_files.Config(paths, args.gin_file, args.gin_bindings) as config:
     workload = build.workload_of(config) if not config.errors else None
     if workload is None:

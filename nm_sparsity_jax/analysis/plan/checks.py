@@ -10,7 +10,7 @@ path -> checkpoint  -> [T5X's transformations] -> keys: loaded, initialised, dro
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from nm_sparsity_jax.analysis.plan.build import Plan
@@ -113,8 +113,18 @@ def restore(plan: Plan, path: str | None) -> dict[str, Any] | None:
   network_config = getattr(plan.workload, "network_config", None)
   stored = checkpoint.read(checkpoint.find(str(name)), plan.variables, network_config)
   if plan.config.program == "train":
+    if stored.packed is not None:
+      raise ValueError(f"{stored.path!r} is a packed file, which does not learn")
     _check_steps(plan, stored, newest is not None)
-  return None if plan.params is None else _part(plan, stored, newest is not None)
+  part = {name: getattr(stored, name) for name in ("path", "format", "step", "sparse_step")}
+  if plan.state is not None:
+    part["sections"] = _sections(plan, stored, newest is not None)
+  elif (params := plan.params) is not None:
+    if stored.packed is not None:  # its network does not scan
+      params, _ = unstack_layers.unstacked(params, plan.workload.network_config)
+    wanted = {f"target/{path}": leaf for path, leaf in flatten(params)}
+    _check_parameters(plan, stored.path, wanted, stored.leaves)
+  return part
 
 
 def _named(plan: Plan) -> Any:
@@ -139,58 +149,38 @@ def _check_steps(plan: Plan, stored: checkpoint.Stored, resuming: bool) -> None:
   plan.attempt(checkpoint_rules.check_steps, plan.rules, start, *steps)
 
 
-def _part(plan: Plan, stored: checkpoint.Stored, resuming: bool) -> dict[str, Any]:
-  """Returns what is loaded, initialised and dropped of each section; notes what does not fit."""
-  if plan.state is not None:
-    wanted = dict(flatten(plan.state.state_dict()))
-    leaves = _transformed(plan, stored, wanted, resuming)
-  else:
-    params = plan.params
-    if stored.packed is not None:  # its network does not scan
-      params, _ = unstack_layers.unstacked(params, plan.workload.network_config)
-    wanted, leaves = {f"target/{path}": leaf for path, leaf in flatten(params)}, stored.leaves
+def _check_parameters(
+  plan: Plan, path: str, wanted: Mapping[str, Any], leaves: Mapping[str, Any]
+) -> None:
+  """Notes parameters that the checkpoint lacks, or has in another shape."""
+  keys = [key for key in wanted if key.startswith("target/")]
+  shapes = lambda tree: {key: tuple(tree[key].shape) for key in keys if key in tree}
+  if said := names.difference(shapes(wanted), shapes(leaves)):
+    plan.errors.append(f"{path} is of another model: {said}. Take the model file of its run")
+
+
+def _sections(plan: Plan, stored: checkpoint.Stored, resuming: bool) -> dict[str, dict[str, int]]:
+  """Returns how much of each section T5X loads, initialises and drops; notes what does not fit."""
+  wanted = dict(flatten(plan.state.state_dict()))
+  leaves = _transformed(plan, stored, wanted, resuming)
   load = [key for key in wanted if key in leaves]
   missing = [key for key in wanted if key not in leaves]
-  _check_arrays(plan, stored.path, wanted, leaves, missing, resuming)
+  # T5X's transformations have refused what is missing, or let it start afresh. T5X fails at an
+  # array that is missing, but for a start that may fall back.
+  if missing and (resuming or not _restore_settings(plan).fallback_to_scratch):
+    plan.errors.append(
+      f"{stored.path} lacks {len(missing)} arrays, such as {missing[0]}: continue with the "
+      "OPTIMIZER and the model file in the config.gin beside it"
+    )
+  _check_parameters(plan, stored.path, {key: wanted[key] for key in load}, leaves)
   used = {leaves[key].key for key in load}
-  # What else than parameters another program keeps is not known here.
-  ours = [key for key in stored.leaves if plan.state is not None or key.startswith("target/")]
-  kinds = {"load": load, "initialise": missing, "drop": [key for key in ours if key not in used]}
+  dropped = [key for key in stored.leaves if key not in used]
+  kinds = {"load": load, "initialise": missing, "drop": dropped}
   sections: dict[str, dict[str, int]] = {}  # by the first word of a key, such as 'target'
   for kind, keys in kinds.items():
     for key in keys:
       sections.setdefault(key.partition("/")[0], dict.fromkeys(kinds, 0))[kind] += 1
-  return {
-    "path": stored.path,
-    "format": stored.format,
-    "step": stored.step,
-    "sparse_step": stored.sparse_step,
-    "sections": sections,
-  }
-
-
-def _check_arrays(
-  plan: Plan,
-  path: str,
-  wanted: Mapping[str, Any],
-  leaves: Mapping[str, Any],
-  missing: Sequence[str],
-  resuming: bool,
-) -> None:
-  """Notes arrays that the checkpoint lacks, or has in another shape."""
-  parameters = [key for key in wanted if key.startswith("target/")]
-  if plan.state is not None:
-    # T5X's transformations have refused what is missing, or let it start afresh.
-    parameters = [key for key in parameters if key in leaves]
-    # T5X fails at an array that is missing, but for a start that may fall back.
-    if missing and (resuming or not _restore_settings(plan).fallback_to_scratch):
-      plan.errors.append(
-        f"{path} lacks {len(missing)} arrays, such as {missing[0]}: continue with the OPTIMIZER "
-        "and the model file in the config.gin beside it"
-      )
-  shapes = lambda tree: {key: tuple(tree[key].shape) for key in parameters if key in tree}
-  if said := names.difference(shapes(wanted), shapes(leaves)):
-    plan.errors.append(f"{path} is of another model: {said}. Take the model file of its run")
+  return sections
 
 
 def _transformed(
