@@ -76,7 +76,7 @@ def import_modules(args: argparse.Namespace) -> None:
   from nm_sparsity_jax.integrations import gin_files
 
   gin_files.see_modules_here()
-  for name in args.imports:
+  for name in args.imports:  # in order: one may need another
     try:
       importlib.import_module(name)
     except Exception as e:

@@ -97,6 +97,7 @@ def _of_checkpoint(args: argparse.Namespace) -> Any:
     variables = packed_file.read(path)
   else:
     with tempfile.TemporaryDirectory() as room:
+      # A checkpoint is packed as `pack` does it, so its rules and its proof are the same.
       file = f"{room}/packed.safetensors"
       runs.pack(path, file, dtype=args.dtype)
       variables = packed_file.read(file)

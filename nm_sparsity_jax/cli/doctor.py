@@ -167,6 +167,7 @@ def folder_of(module: str) -> pathlib.Path | None:
   Args:
     module: such as 't5x'.
   """
+  # find_spec imports nothing: jax and T5X take seconds.
   spec = importlib.util.find_spec(module)
   folders = spec.submodule_search_locations if spec else None
   return pathlib.Path(folders[0]) if folders else None

@@ -43,6 +43,7 @@ def products(
 def _measured(kernel: NMPacked, rows: int, turns: int) -> Timing:
   way = choice.best(kernel, rows, dense=False)
   x = np.random.default_rng(0).standard_normal((rows, kernel.depth), np.float32)
+  # One weight alone would stay in the cache, and then its bytes cost nothing.
   copies = 4 if rows <= _FEW else 1
   calls = _calls(jnp.asarray(x), kernel, copies, way)
   taken = timing.interleave(calls, turns, cold=timing.CACHE)

@@ -42,7 +42,7 @@ def bench(
   Args:
     network: a T5 or a network of images of this package, not scanned; or a `Workload`.
     tree: what `inference_tree.pack_tree` returns.
-    state: collections beside the parameters, such as {'batch_stats': ...}.
+    state: collections next to the parameters, such as {'batch_stats': ...}.
     batch: examples at once.
     inputs: tokens of an input of a T5.
     tokens: that a T5 decodes.
@@ -65,12 +65,14 @@ def bench(
 
 
 def _float32(x: Any) -> jax.Array:
+  # XLA multiplies shorter floats several times more slowly on a CPU.
   floats = jnp.issubdtype(x.dtype, jnp.floating)
   return jnp.asarray(np.asarray(x, np.float32) if floats else x)
 
 
 def _measured(name: str, work: Callable, dense: Any, packed: Any, turns: int) -> Timing:
   """Returns what a work takes, parameters -> what is computed."""
+  # Compiled once, so that XLA says of the very program how much it holds.
   trees = {"dense": dense, "packed": packed}
   programs = {side: jax.jit(work).lower(tree).compile() for side, tree in trees.items()}
   calls = {

@@ -78,12 +78,14 @@ class Plan:
     if self.config.program is not None:
       # Its constructors are the run's own checks.
       self.attempt(self._local if self.config.local else self._t5x)
+    # Files without a run file get here too.
     if self.rules is None:
       self.rules = self.attempt(self.config.value, "RULES")
     if self.workload is None:
       self.workload = self.attempt(workload_of, self.config)
     if self.workload is not None and self.variables is None:
       self.variables = self.attempt(shapes_of, self.workload)
+      # A scan over layers moves the contracted axis; the network says where.
       if self.rules is not None and (axes := (self.variables or {}).get("params_axes")):
         self.rules = self.rules.with_logical_axes(axes)
 
@@ -123,6 +125,7 @@ class Plan:
     """
     from nm_sparsity_jax.integrations.t5x.ahead import Ahead
 
+    # One device stands for all of this machine, since shapes do not depend on how many there are.
     argument = self.config.argument
     partitions = 1 if devices is None else argument("num_partitions", "PjitPartitioner") or 1
     parts = argument("num_microbatches", "SparseTrainer")

@@ -55,6 +55,7 @@ def _data(plan: Plan) -> None:
   name, module = map(plan.config.get, ("MIXTURE_OR_TASK_NAME", "MIXTURE_OR_TASK_MODULE"))
   if name is None:
     return
+  # Importing it takes seconds, as it imports TensorFlow.
   from nm_sparsity_jax.trainer import data
 
   if module:
@@ -72,7 +73,7 @@ def _data(plan: Plan) -> None:
 
 
 def _check_split(plan: Plan, task: Any, dataset: Any, trains: bool) -> None:
-  """Refuses a split that the task lacks, or whose files are not there.
+  """Refuses a split that the task lacks, or that has no files.
 
   An evaluation without its split is only warned of: T5X leaves it out.
   """
@@ -137,6 +138,7 @@ def _named(plan: Plan) -> Any:
 
 def _check_steps(plan: Plan, stored: checkpoint.Stored, resuming: bool) -> None:
   """Notes steps that do not fit to the checkpoint, and one that is not to be started from."""
+  # T5X keeps the step at which the sparse run began; a resumed run counts from there.
   start, begun = stored.step or 0, "flax_mutables/nm_sparsity/start"
   if resuming and begun in stored.leaves:
     start = int(stored.array(begun))
@@ -170,7 +172,7 @@ def _sections(plan: Plan, stored: checkpoint.Stored, resuming: bool) -> dict[str
   if missing and (resuming or not _restore_settings(plan).fallback_to_scratch):
     plan.errors.append(
       f"{stored.path} lacks {len(missing)} arrays, such as {missing[0]}: continue with the "
-      "OPTIMIZER and the model file in the config.gin beside it"
+      "OPTIMIZER and the model file of the config.gin in its folder"
     )
   _check_parameters(plan, stored.path, {key: wanted[key] for key in load}, leaves)
   used = {leaves[key].key for key in load}
@@ -200,6 +202,7 @@ def _transformed(
   leaves = stored.leaves
   if stored.in_place:  # to T5X the weights are those of a dense model
     leaves = {key: x for key, x in leaves.items() if not key.startswith("flax_mutables/")}
+  # No array is read: the transformations move and drop leaves.
   state: Any = nested(leaves)
   for function in settings.state_transformation_fns:
     called = functools.partial(function, is_resuming=True) if resuming else function

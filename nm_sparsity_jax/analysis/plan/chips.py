@@ -36,6 +36,7 @@ def check(plan: Plan, name: str) -> dict[str, Any]:
   devices = topology.devices(name)
   lower = _local if plan.config.local else _t5x
   part: dict[str, Any] = {"name": name, "chips": len(devices)}
+  # The dense step has the same shapes and shardings, so the difference is sparsity's.
   dense = Rules({key: recipe("dense") for key in plan.rules.places})
   for kind, rules in (("dense", dense), ("sparse", None)):
     try:

@@ -108,6 +108,7 @@ def cost(plan: Plan, assignment: Assignment) -> dict[str, Any] | None:
     training = {
       "steps": steps,
       "batch_size": batch,
+      # A backward pass costs two forward passes.
       "dense": 3 * dense.flops * steps * batch,
       "sparse": flops.training(dense, plan.rules, batch).flops,
     }

@@ -63,6 +63,7 @@ def plan(
       "warnings": list(dict.fromkeys(made.warnings)),
       "notes": made.notes,
     }
+    # Patterns and paths become text, so that --json and Python give the same.
     return json.loads(json.dumps(report, default=str))
 
 

@@ -39,7 +39,7 @@ class Run:
     folder: its MODEL_DIR.
     macros: all that the sweep's file says, and the above.
     steps: how many it has.
-    start: the run whose last checkpoint it starts from.
+    start: the run that it starts from, with its last checkpoint.
   """
 
   recipe: str
@@ -137,7 +137,7 @@ def read(file: str, imports: Sequence[str] = (), data: bool = False) -> Sweep:
   text = files.read_text(gin_files.find(file))
   gin_files.see_modules_here()
   try:
-    table = tomllib.loads(text)
+    table = tomllib.loads(text)  # its error is a ValueError too
     _check_keys(table)
     grid = {name: list(dict.fromkeys(table[name])) for name in ("recipes", "patterns", "seeds")}
     baseline = table.get("baseline", grid["recipes"][0])
@@ -187,6 +187,7 @@ def _runs(sweep: Sweep, table: Mapping[str, Any], data: bool) -> Iterator[Run]:
     return dataclasses.replace(run, steps=steps)
 
   shared = table.get("macros", {})
+  # Seed by seed, so that a sweep that is stopped has whole seeds to compare.
   for seed in sweep.seeds:
     start, own = None, dict(shared)
     if START in table:
@@ -200,7 +201,7 @@ def _runs(sweep: Sweep, table: Mapping[str, Any], data: bool) -> Iterator[Run]:
 
 
 def _steps(sweep: Sweep, run: Run, data: bool) -> int:
-  """Makes a run whose steps are not known yet, and asks it what it refuses; returns its steps."""
+  """Makes a run with unknown steps, and asks it what it refuses; returns its steps."""
   from nm_sparsity_jax.trainer import train
 
   bindings = [f"{name} = {value!r}" for name, value in run.macros.items()]
@@ -219,5 +220,6 @@ def _steps(sweep: Sweep, run: Run, data: bool) -> int:
       if data:
         made.model.workload.check()
       steps = made.sparse_steps
+    # Of every run: a folder that is there may have other settings.
     run_settings.refuse_changed(run.folder, train.settings_of(config.settings("Run")))
   return steps

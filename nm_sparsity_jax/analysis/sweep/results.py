@@ -111,7 +111,7 @@ def _spread(values: Sequence[float | None]) -> dict[str, Any]:
   known = [v for v in values if v is not None]
   n = len(known)
   sd = half = None
-  if n > 1:
+  if n > 1:  # one value has no spread
     from scipy.special import stdtrit
 
     sd = statistics.stdev(known)
@@ -151,6 +151,7 @@ def tables(found: Mapping[str, Any]) -> Iterator[tuple[str, list[list[str]]]]:
     means = [row[measure]["mean"] for row in rows]
     if means == [None] * len(means):
       continue
+    # Losses and errors differ in their last digits.
     digits = 4 if measure in less else score_digits(means)
     what = "less is better" if measure in less else "more is better"
     of = f"mean of {', '.join(more)}, " if measure == "score" else ""

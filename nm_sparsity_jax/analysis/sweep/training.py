@@ -49,7 +49,7 @@ def train(sweep: Sweep, environment: Mapping[str, str] | None = None) -> tuple[i
   with lock.hold(sweep.out, taken.format) as held, Relay() as stop:
     _say(f"{sweep.out}: {count()}")
     for run in sweep.runs:
-      if run.is_done():
+      if run.is_done():  # by an earlier call
         continue
       begin = time.monotonic()
       run.folder.mkdir(parents=True, exist_ok=True)
