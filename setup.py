@@ -178,11 +178,6 @@ TASKS = [
 # `nm-sparsity report` draws with matplotlib, and fills its page with jinja2, which escapes names.
 LOCAL = [*TASKS, _CLU, _ORBAX, "tensorboard", "rich", "matplotlib", _JINJA]
 
-# Curves in MLflow, beside TensorBoard (`local.tracking`). This is the client, which talks to a
-# server. All of MLflow brings the server too, and a database for `sqlite:///`. `dev` lacks it, for
-# it brings 29 packages with 93 MB, which took 23 s to install. Its tests skip without it.
-TRACKING = ["mlflow-skinny>=3.17.2"]
-
 # What T5X needs from the Python package index. T5X itself, airio and jestimator are not
 # there. Install those three afterwards, each from its source at a pinned commit with
 # `pip install --no-deps`: T5X's own requirements are git heads that fight any pin.
@@ -286,7 +281,6 @@ setuptools.setup(
   extras_require={
     "tasks": TASKS,
     "local": LOCAL,
-    "tracking": TRACKING,
     "t5x": T5X,
     "kauldron": KAULDRON,
     "tpu": TPU,

@@ -159,7 +159,7 @@ class Task:
     del answers
 
   def further(self, network, params, data) -> dict[str, float]:
-    """Returns what else a record says of finalized weights; of lost ones where `params` is None."""
+    """Returns what else a record says of finalized weights."""
     del network, params, data
     return {}
 

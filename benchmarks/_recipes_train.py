@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import functools
 import importlib.metadata
-import itertools
-import math
 import platform
 import time
 from typing import Any, NamedTuple
@@ -172,29 +170,20 @@ def train(
     if step % every == 0:
       curve.append({"step": step, "loss": loss} | seen)
   params, _, state = carry
-  diverged = not all(np.isfinite(seen["loss"]) for seen in curve) or not _is_finite(params)
-  if diverged:
-    scores = by_chance(task, row, params, data)
-    curve = list(itertools.takewhile(_is_finite, curve))
-  else:
-    final = nms.finalize(params, run.rules, steps, state)
-    loss, accuracy = run.score(final, data)
-    scores = {
-      "accuracy": float(accuracy),
-      "cross_entropy": float(loss),
-      **task.further(task.network(row.ff), final, data),
-      "density": density(final, row, pattern, run.rules),
-    }
+  final = nms.finalize(params, run.rules, steps, state)
+  loss, accuracy = run.score(final, data)
   return {
     "steps": steps,
-    **scores,
+    "accuracy": float(accuracy),
+    "cross_entropy": float(loss),
+    **task.further(task.network(row.ff), final, data),
+    "density": density(final, row, pattern, run.rules),
     "flops": training_flops(task, row, pattern, steps),
-    "curve": {name: [_short(point[name]) for point in curve] for name in (curve or [{}])[0]},
+    "curve": {name: [_short(point[name]) for point in curve] for name in curve[0]},
     "versions": {"python": platform.python_version()}
     | {name: importlib.metadata.version(name) for name in (*PACKAGES, *task.packages)}
     | {"nm-sparsity-jax": nms.__version__},
     "seconds": round(time.process_time() - began, 1),
-    **({"diverged": True} if diverged else {}),
     **about_start,
   }
 
@@ -207,23 +196,6 @@ def density(final, row, pattern: str, rules: nms.Rules) -> float:
   if not proof.ok:
     raise AssertionError(f"{row} at {pattern} is not what it should be:\n{proof}")
   return float(np.mean([p.density for p in proof.places]))
-
-
-def by_chance(task, row, params, data) -> dict[str, Any]:
-  """Returns the scores of a guess: those of a run whose weights are lost."""
-  network = task.network(row.ff)
-  predict = lambda params, inputs: task.predictions(network.apply({"params": params}, inputs))
-  classes = jax.eval_shape(predict, params, data["test"][0]).shape[-1]
-  return {
-    "accuracy": 1 / classes,
-    "cross_entropy": math.log(classes),
-    **task.further(network, None, data),
-    "density": None,
-  }
-
-
-def _is_finite(tree) -> bool:
-  return all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(tree))
 
 
 def _short(x) -> float | int:

@@ -299,11 +299,7 @@ def amount(study: Study) -> list[str]:
   """Says what the declared runs took."""
   mine = [study.records[run] for run in study.queue]
   hours = sum(record["seconds"] for record in mine) / 3600
-  lost = sum(record.get("diverged", False) for record in mine)
-  return [
-    f"{len(mine)} of {len(study.queue)} declared runs are there: {hours:.1f} hours of one core, "
-    f"{lost or 'none'} diverged."
-  ]
+  return [f"{len(mine)} declared runs are there: {hours:.1f} hours of one core."]
 
 
 def pages(study: Study) -> dict[str, dict[str, list[str]]]:

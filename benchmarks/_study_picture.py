@@ -1,15 +1,13 @@
-"""The two pictures of the study: every decided contrast, and price against score on words.
+"""The picture of the study: price against score on words.
 
-records -> verdicts, cells -> matplotlib -> docs/study_contrasts.svg, docs/recipes.svg
+records -> cells -> matplotlib -> docs/recipes.svg
 """
 
 from __future__ import annotations
 
-import math
 import pathlib
 
 import _study_page as page
-import _study_statistics as statistic
 import matplotlib
 from _study import Study
 from matplotlib.figure import Figure
@@ -17,7 +15,7 @@ from matplotlib.figure import Figure
 # Colours that most colour-blind people tell apart.
 COLOURS = {
   "dense": "#222222", "sr_ste": "#d55e00", "mdgf_linear": "#009e73", "mdgf_exponential": "#0072b2",
-  "sdgf_stepwise": "#b8860b", "holds": "#009e73", "fails": "#d55e00",
+  "sdgf_stepwise": "#b8860b",
 }  # fmt: skip
 STYLE = {
   "svg.fonttype": "none",  # text stays text
@@ -27,40 +25,6 @@ STYLE = {
   "axes.spines.top": False,
   "axes.spines.right": False,
 }
-
-
-def contrasts(study: Study) -> Figure:
-  """Returns the forest plot: factors of all contrasts of the hypotheses that are decided."""
-  shown = [
-    (verdict.hypothesis.name, each)
-    for verdict in statistic.verdicts(study)
-    if verdict.word != "not decided"
-    for each in verdict.shown
-    if each.contrast.measure != "points"
-  ]
-  figure = Figure(figsize=(10, 0.3 * len(shown) + 1.1))
-  axes = figure.subplots(gridspec_kw=dict(left=0.53, right=0.85, bottom=0.11, top=0.94))
-  margin = study.declared["margin_ratio"]
-  axes.axvspan(1 / (1 + margin), 1 + margin, color="#eeeeee")
-  axes.axvline(1, color="#888888", linewidth=0.8)
-  for y, (_, each) in enumerate(shown):
-    mean, low, high = (math.exp(x) for x in (each.mean, each.low, each.high))
-    fill = COLOURS[each.says] if each.says == "holds" else "white"
-    axes.errorbar(
-      mean, y, xerr=[[mean - low], [high - mean]], fmt="o", color=COLOURS[each.says], mfc=fill
-    )
-    axes.annotate(
-      page.mean_of(each), (1, y), (6, -3), xycoords=("axes fraction", "data"),
-      textcoords="offset points",
-    )  # fmt: skip
-  said = lambda name, each: f"{name}  {page.name_of(each.contrast)}".replace(", beyond", "\nbeyond")
-  axes.set_yticks(range(len(shown)), [said(*each) for each in shown], fontsize=8, linespacing=0.95)
-  axes.set(xscale="log", ylim=(len(shown) - 0.5, -0.5), xlabel="factor of the error, log scale")
-  ticks = (0.7, 0.8, 0.9, 1, 1.1, 1.2)
-  axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
-  axes.minorticks_off()
-  axes.set_title("filled: holds, hollow: fails; grey: equal within 5 %", fontsize=9, loc="left")
-  return figure
 
 
 def price(study: Study) -> Figure:
@@ -86,7 +50,6 @@ def price(study: Study) -> Figure:
 
 
 def write(folder: pathlib.Path, study: Study) -> None:
-  """Writes both pictures."""
+  """Writes the picture."""
   with matplotlib.rc_context(STYLE):
-    for name, draw in (("study_contrasts.svg", contrasts), ("recipes.svg", price)):
-      draw(study).savefig(folder / name, metadata={"Date": None})
+    price(study).savefig(folder / "recipes.svg", metadata={"Date": None})

@@ -100,8 +100,7 @@ def value(record: Mapping[str, Any], measure: str, task: str, study: Study) -> f
     return 100 * record["accuracy"]
   if measure == "ln noise":
     at = study.declared["noise_at_loss"].get(task)
-    is_there = at and "noise" in record["curve"]  # diverged runs may lack it
-    return noise_at(record["curve"], at) if is_there else None
+    return noise_at(record["curve"], at) if at and "noise" in record["curve"] else None
   return math.log(record[measure.removeprefix("ln ").replace(" ", "_").replace("-", "_")])
 
 

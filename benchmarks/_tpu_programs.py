@@ -92,7 +92,8 @@ class T5X:
     from nm_sparsity_jax.integrations.t5x.ahead import Ahead
 
     theirs, config = scanned if args.scan else plain, _config(args)
-    fields = {f.name: getattr(config, f.name) for f in dataclasses.fields(theirs.T5Config)}
+    shared = {f.name for f in dataclasses.fields(theirs.T5Config)} & vars(config).keys()
+    fields = {name: getattr(config, name) for name in shared}
     rules = None if recipe.name == "dense" else nms.Rules({"ff": recipe})
     self.model = _t5x.model(theirs.Transformer(theirs.T5Config(**fields)), rules)
     self.ahead = Ahead(self.model, devices, _tokens(None), args.partitions, args.microbatches)

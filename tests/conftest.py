@@ -3,7 +3,6 @@
 import atexit
 import gc
 import os
-import pathlib
 import shutil
 import sys
 import tempfile
@@ -75,20 +74,6 @@ def programs_of_one_file():
   yield
   jax.clear_caches()
   gc.collect()
-
-
-@pytest.fixture
-def tiny_table(monkeypatch):
-  """The table of benchmarks/recipes.py, so small that it compiles in seconds; a user's modes."""
-  monkeypatch.syspath_prepend(str(pathlib.Path(__file__).parents[1] / "benchmarks"))
-  import _recipes_tasks
-  import _recipes_train
-
-  sizes = _recipes_tasks.Sizes(layers=1, embed=8, mlp=16, heads=1, tokens=4, classes=5)
-  task = _recipes_tasks.Bigram(symbols=5, tests=32, sizes=sizes)
-  monkeypatch.setitem(_recipes_train.TASKS, "bigram", task)
-  with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-    yield task
 
 
 OURS = r"(nm_sparsity_jax|t5x_tasks)\b"  # of modules

@@ -6,28 +6,17 @@ What only developers install (DEV, VISION_DEV, DOCS) is left out. setup.py is re
 this runs before anything is installed.
 """
 
-import ast
 import pathlib
 import re
 
 SETUP = pathlib.Path(__file__).resolve().parents[1] / "setup.py"
-_FLOOR = re.compile(r"([\w.-]+)(?:\[[\w,]+\])?>=([\w.]+)")
+_DEVELOPERS = re.compile(r"^(?:DEV|VISION_DEV|DOCS) = \[.*?\]$", re.DOTALL | re.MULTILINE)
+_FLOOR = re.compile(r'"([\w.-]+)(?:\[[\w,]+\])?>=([\w.]+)')
 
 
 def floors() -> dict[str, str]:
   """Returns name -> the oldest version that setup.py allows."""
-  found = {}
-  for node in ast.parse(SETUP.read_text("utf-8")).body:
-    if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) not in (
-      "DEV",
-      "VISION_DEV",
-      "DOCS",
-    ):
-      for part in ast.walk(node.value):
-        if isinstance(part, ast.Constant) and isinstance(part.value, str):
-          if match := _FLOOR.match(part.value):
-            found[match[1]] = match[2]
-  return found
+  return dict(_FLOOR.findall(_DEVELOPERS.sub("", SETUP.read_text("utf-8"))))
 
 
 if __name__ == "__main__":

@@ -1,9 +1,10 @@
-"""What tests of weights share: arrays that another library made, and the library where it is."""
+"""What tests compare with: masks by sorting in numpy, and arrays that another library made."""
 
 import functools
 import importlib
 import importlib.util
 import json
+import math
 import pathlib
 import re
 import sys
@@ -12,6 +13,51 @@ import numpy as np
 import pytest
 
 from nm_sparsity_jax.core.trees import flatten
+
+
+def magnitude(x):
+  """|x| in float64, which holds every narrower float exactly."""
+  with np.errstate(invalid="ignore"):  # a signalling NaN
+    return np.abs(np.asarray(x).astype(np.float64))
+
+
+def ranks(scores, m, axis=0, parent=None):
+  """How many of its group of `m` come before each score; the mask of the n largest is `ranks < n`.
+
+  It sorts by (dropped by the parent, NaN, -value, index).
+  """
+  with np.errstate(invalid="ignore"):
+    scores = np.asarray(scores).astype(np.float64)
+  axes = [a % scores.ndim for a in (axis if isinstance(axis, tuple) else (axis,))]
+  order = [a for a in range(scores.ndim) if a not in axes] + axes
+  shape = [scores.shape[a] for a in order]
+  groups = lambda x: x.transpose(order).reshape(-1, m)
+  value = groups(scores)
+  dropped = np.zeros(value.shape, bool) if parent is None else ~groups(np.asarray(parent))
+  nan = np.isnan(value) & ~dropped
+  value = np.where(nan | dropped, 0.0, value)
+  index = np.broadcast_to(np.arange(m), value.shape)
+  rank = np.argsort(np.lexsort((index, -value, nan, dropped), axis=-1), axis=-1)
+  return rank.reshape(shape).transpose(np.argsort(order))
+
+
+def check_timeline(recipe, patterns, decays):
+  """The timeline covers a run, says which pattern and D each step has, and when both are final."""
+  segments = recipe.timeline(16)
+  starts = [s.start for s in segments]
+  assert starts == sorted({*starts, 0})
+  assert [s.stop for s in segments] == [*starts[1:], recipe.phases.total]
+  for s in segments:
+    assert math.isclose(decays[s.start], s.decay_start, rel_tol=1e-5, abs_tol=0), s
+    low, high = sorted((s.decay_start, s.decay_stop))
+    for step in range(s.start, s.stop):
+      d, pattern = decays[step], patterns[step]
+      # D may leave 0 only for the segment that follows.
+      assert (d > 0) == (s.decay_start > 0) and low - 1e-6 <= d <= high + 1e-6, step
+      assert s.pattern == pattern and s.density == (1.0 if d > 0 else pattern.density), step
+  settled = [not d and p == recipe.pattern for d, p in zip(decays, patterns, strict=False)]
+  *_, first = [i for i in range(recipe.phases.total) if not settled[i]] or [-1]
+  assert recipe.target_from(16) == (first + 1 if recipe.name != "dense" else 0)
 
 
 class Reference:

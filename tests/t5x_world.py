@@ -29,8 +29,6 @@ with warnings.catch_warnings(), jax.numpy_dtype_promotion("standard"):
   import tensorflow as tf  # noqa: F401
   from t5x import adafactor, decoding, models, optimizers, partitioning, trainer, utils  # noqa: F401
   from t5x import eval as t5x_eval  # noqa: F401
-  from t5x.examples import t5  # noqa: F401
-  from t5x.examples.decoder_only import network as decoder_network
   from t5x.examples.scalable_t5 import network as scalable_network
   from t5x.examples.t5 import network as t5_network
 
@@ -39,39 +37,36 @@ with warnings.catch_warnings(), jax.numpy_dtype_promotion("standard"):
   from nm_sparsity_jax.models.t5 import network
 
 
-@pytest.fixture(autouse=True, scope="module")
-def what_t5x_wants():
-  """T5X does not run under strict promotion; its threads neither, so no context manager helps."""
-  wanted = {"jax_numpy_dtype_promotion": "standard", "jax_numpy_rank_promotion": "allow"}
-  before = {name: jax.config.values[name] for name in wanted}
-  for name, value in wanted.items():
-    jax.config.update(name, value)
-  yield
-  for name, value in before.items():
-    jax.config.update(name, value)
-
-
 INITIAL = {}
 
 
 @pytest.fixture(autouse=True, scope="module")
-def one_initialization():
-  """Each network is initialized once: compiling that would be half of all the time."""
-  with pytest.MonkeyPatch.context() as patch:
-    for cls in (models.EncoderDecoderModel, models.DecoderOnlyModel):
-      init = cls.get_initial_variables
+def world():
+  """What T5X wants of a process, and each network initialized once.
 
-      def initial(self, rng, input_shapes, input_types=None, init=init):
-        key = repr(self.module)
-        if key not in INITIAL:
-          with jax.ensure_compile_time_eval():
-            make = functools.partial(init, self, jax.random.PRNGKey(0), input_shapes, input_types)
-            axes = {k: v for k, v in jax.eval_shape(make).items() if k != "params"}
-            INITIAL[key] = {"params": jax.jit(lambda: make()["params"])(), **axes}
-        return flax.core.freeze(INITIAL[key])
+  T5X does not run under strict promotion; its threads neither, so no context manager helps.
+  Compiling initializations would be half of all the time.
+  """
+  wanted = {"jax_numpy_dtype_promotion": "standard", "jax_numpy_rank_promotion": "allow"}
+  before = {name: jax.config.values[name] for name in wanted}
+  jax.config.update("jax_numpy_dtype_promotion", "standard")
+  jax.config.update("jax_numpy_rank_promotion", "allow")
+  with pytest.MonkeyPatch.context() as patch, t5x_found.closed_loops():
+    init = models.EncoderDecoderModel.get_initial_variables
 
-      patch.setattr(cls, "get_initial_variables", initial)
+    def initial(self, rng, input_shapes, input_types=None):
+      key = repr(self.module)
+      if key not in INITIAL:
+        with jax.ensure_compile_time_eval():
+          make = functools.partial(init, self, jax.random.PRNGKey(0), input_shapes, input_types)
+          axes = {k: v for k, v in jax.eval_shape(make).items() if k != "params"}
+          INITIAL[key] = {"params": jax.jit(lambda: make()["params"])(), **axes}
+      return flax.core.freeze(INITIAL[key])
+
+    patch.setattr(models.EncoderDecoderModel, "get_initial_variables", initial)
     yield
+  for name, value in before.items():
+    jax.config.update(name, value)
 
 
 PHASES = nms.Phases(total=12, dense=3, finetune=3)
@@ -100,9 +95,6 @@ NETWORKS = {
   "scanned": of(scalable_network, **TWO),
   "ours": of(network, **ENC_DEC),
   "ours_scanned": of(network, **TWO),
-  "decoder": lambda: decoder_network.DecoderWrapper(
-    decoder_network.TransformerConfig(**SIZES, num_layers=1)
-  ),
 }
 OPTIMIZERS = {
   "adamw": lambda: optimizers.adamw(0.01),
@@ -118,27 +110,22 @@ OPTIMIZERS = {
 def make(rules=None, network="t5", optimizer="adamw", **kwargs):
   """A model with rules; T5X's own without."""
   kwargs = {"module": NETWORKS[network](), "optimizer_def": OPTIMIZERS[optimizer](), **kwargs}
-  if network == "decoder":
-    model = models.DecoderOnlyModel(vocabulary=t5x_task.VOCABULARY, **kwargs)
-  else:
-    both = dict.fromkeys(("input_vocabulary", "output_vocabulary"), t5x_task.VOCABULARY)
-    model = models.EncoderDecoderModel(**both, **kwargs)
+  both = dict.fromkeys(("input_vocabulary", "output_vocabulary"), t5x_task.VOCABULARY)
+  model = models.EncoderDecoderModel(**both, **kwargs)
   return model if rules is None else t5x_adapter.sparse(model, rules)
 
 
-def batch_of(seed=0, size=16, length=8, network="t5", padded=True):
+def batch_of(seed=0, size=16, length=8, padded=True):
   rng = np.random.default_rng(seed)
   targets = rng.integers(3, 380, (size, length)).astype(np.int32)
   if padded:
     targets *= np.arange(length) < rng.integers(2, length + 1, (size, 1))
-  batch = {
+  return {
+    "encoder_input_tokens": rng.integers(3, 380, (size, length)).astype(np.int32),
     "decoder_target_tokens": targets,
     "decoder_input_tokens": np.pad(targets[:, :-1], ((0, 0), (1, 0))),
     "decoder_loss_weights": (targets > 0).astype(np.int32),
   }
-  if network != "decoder":
-    batch["encoder_input_tokens"] = rng.integers(3, 380, (size, length)).astype(np.int32)
-  return batch
 
 
 class Devices(partitioning.PjitPartitioner):
@@ -155,8 +142,8 @@ class Devices(partitioning.PjitPartitioner):
     return jax.sharding.Mesh(np.reshape(jax.devices()[: self._count], shape), ("data", "model"))
 
 
-def initializer_of(model, partitioner=None, network="t5", cls=utils.TrainStateInitializer, **more):
-  batch = batch_of(network=network)
+def initializer_of(model, partitioner=None, cls=utils.TrainStateInitializer, **more):
+  batch = batch_of()
   return cls(
     optimizer_def=more.get("optimizer_def", model.optimizer_def),
     init_fn=model.get_initial_variables,
@@ -170,10 +157,10 @@ def first_state(model, **kwargs):
   return initializer_of(model, **kwargs).from_scratch(jax.random.PRNGKey(0))
 
 
-def begin(model, partitioner=None, network="t5", cls=t5x_adapter.SparseTrainer, state=None, **kw):
+def begin(model, partitioner=None, cls=t5x_adapter.SparseTrainer, state=None, **kw):
   """A trainer on a fresh train state."""
   partitioner = partitioner or Devices()
-  start = initializer_of(model, partitioner, network)
+  start = initializer_of(model, partitioner)
   defaults = dict(
     eval_names=[], summary_dir=None, rng=jax.random.PRNGKey(1), num_microbatches=None,
     learning_rate_fn=lambda step: jnp.float32(0.01),

@@ -90,9 +90,8 @@ def expected_masks(name, steps, batches):
 
 
 EACH = tuple(range(1, 21))
-WALKS = [("one_shot", s, {}) for s in (EACH, (3, 7), (9,))]
-WALKS += [("snip", EACH, {"batches": b}) for b in (1, 3)]
-WALKS += [("idp", s, {}) for s in (EACH, (3, 6, 9, 10, 14), (13,))]
+WALKS = [("one_shot", EACH, {}), ("one_shot", (3, 7), {}), ("snip", EACH, {"batches": 3})]
+WALKS += [("idp", steps, {}) for steps in (EACH, (3, 6, 9, 10, 14), (13,))]
 
 
 @pytest.mark.parametrize("name, steps, fields", WALKS, ids=str)
@@ -116,13 +115,11 @@ def test_stored_masks_step_by_step(name, steps, fields):
 
 SHOT, SNIP, IDP = ff("one_shot"), ff("snip", batches=3), ff("idp")
 WRONG = {
-  "one_shot is due": (SHOT, EACH[:3], SHOT, 4, "out of date"),
   "idp is due": (IDP, EACH[:7], IDP, 8, "out of date"),
   "of a later step": (SHOT, EACH, SHOT, 7, "of step 20"),
   # A step of its window was missed, so its scores are of fewer batches than it needs.
   "a lost gradient": (SNIP, (6, 7, 8, 9), SNIP, 18, "snip needs each gradient"),
   "of other rules": (SHOT, EACH[:18], ff("one_shot", "1:8"), 18, "other rules"),
-  "of another recipe": (SHOT, EACH[:18], IDP, 18, "other rules"),
 }
 
 
@@ -146,14 +143,11 @@ def test_mistakes_are_named():
   state, snips = nms.init_state(params, IDP), nms.init_state(params, snip)
   for word, do in (
     ("init_state", lambda: nms.sparsify(params, IDP, 5)),
-    ("init_state", lambda: nms.update_state({}, params, IDP, 1)),
     ("grads=grads", lambda: nms.update_state(snips, params, snip, 5)),
-    ("whole number", lambda: nms.update_state(state, params, IDP, 1.0)),
     ("early=True", lambda: nms.finalize(params, ff("sr_ste"), 15)),
     # Its mask was never taken, and magnitude is no substitute for what gradients say.
     ("step 4, and.*over at 5", lambda: nms.finalize(params, snip, 4, snips, early=True)),
     ("int8", lambda: nms.sparsify(tree(np.ones((8, 2), np.int8)), ff("sr_ste"), 3)),
-    ("complex64", lambda: nms.finalize(tree(np.ones((8, 2), np.complex64)), ff("sr_ste"), 20)),
   ):
     with pytest.raises(ValueError, match=word):
       do()
@@ -164,7 +158,7 @@ def test_mistakes_are_named():
 # --- finalize -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["sr_ste", "mdgf_linear", "sdgf_stepwise", *STATEFUL])
+@pytest.mark.parametrize("name", ["mdgf_linear", *STATEFUL])
 def test_finalize_writes_zeros_and_keeps_the_bits_of_survivors(name):
   rules, params = ff(name), tree(weights(20))
   state = run(rules, EACH)
@@ -177,13 +171,10 @@ def test_finalize_writes_zeros_and_keeps_the_bits_of_survivors(name):
   kept = kept if name in ("one_shot", "snip") else top(np.abs(w), 2, 8, kept)
   np.testing.assert_array_equal(out.view(np.uint32), np.where(kept, w, 0).view(np.uint32))
   assert done["scale"] is params["scale"] and nms.verify(done, rules).ok
-
-
-def test_finalize_waits_for_the_end_where_the_step_is_traced_by_nan():
-  rules, params = ff("mdgf_linear"), tree(normal(0))
-  traced = jax.jit(lambda step: nms.finalize(params, rules, step))
-  same(nms.finalize(params, rules, 0, early=True), traced(16))
-  assert np.isnan(kernel(traced(15))).all()
+  if name == "mdgf_linear":  # where the step is traced, it waits for the end by NaN
+    traced = jax.jit(lambda step: nms.finalize(params, rules, step))
+    same(nms.finalize(params, rules, 0, early=True), traced(16))
+    assert np.isnan(kernel(traced(15))).all()
 
 
 # --- verify ---------------------------------------------------------------------------------------
@@ -205,35 +196,13 @@ def test_verify_of_what_is_not_finite_and_of_no_weight():
   assert not skipped.ok and list(skipped.skipped) == ["a/kernel"] and "skipped" in str(skipped)
 
 
-@pytest.mark.parametrize(
-  "shape, axes, bad, first",
-  [
-    ((8, 3), 0, [(4, 1), (5, 1), (7, 1)], (4, 1)),
-    ((4, 2, 3), (0, 1), [(2, 0, 1), (2, 1, 1), (3, 1, 1)], (2, 0, 1)),
-    # A scan's axis between those of a group.
-    ((2, 3, 4, 2), (0, 2), [(1, 2, 0, 1), (1, 2, 1, 1), (1, 2, 3, 1)], (1, 2, 0, 1)),
-  ],
-)
-def test_verify_counts_along_any_axis(shape, axes, bad, first):
-  w = np.zeros(shape, np.float32)
-  for index in bad[:2]:
-    w[index] = 1
-  (place,) = report(w, axes={".*": axes}).places
-  assert report(w, axes={".*": axes}).ok and place.first is None
-  assert (place.groups, place.density) == (w.size // 4, 2 / w.size)
-  w[bad[2]] = 1
-  (place,) = report(w, axes={".*": axes}).places
-  assert (place.bad_groups, place.first) == (1, first)
-
-
-def test_kernels_of_like_layers_are_one_row_and_a_bad_one_has_its_own():
-  layer = {"mlp": {name: {"kernel": jnp.asarray(weights(0, (8, 8)))} for name in ("wi_0", "wi_1")}}
-  rules = ff("sr_ste", "2:4")
-  done = nms.finalize({f"layers_{i}": layer for i in range(3)}, rules, PHASES.total)
-  _, row, verdict = str(nms.verify(done, rules)).splitlines()
-  assert row.split()[:5] == ["layers_{0..2}/mlp/wi_{0,1}/kernel", "2:4", "0", "96", "0"]
-  done["layers_1"]["mlp"]["wi_0"]["kernel"] = jnp.ones((8, 8))
-  _, *rows, bad = str(nms.verify(done, rules)).splitlines()
-  (row,) = (row for row in rows if row.startswith("layers_1/mlp/wi_0/kernel "))
-  assert row.split()[3:5] == ["16", "16"] and "(0, 0)" in row
-  assert (verdict, bad) == ("ok", "NOT n:m")
+def test_verify_counts_along_any_axis():
+  """Here a scan's axis lies between those of a group."""
+  w = np.zeros((2, 3, 4, 2), np.float32)
+  w[1, 2, :2, 1] = 1
+  (site,) = report(w, axes={".*": (0, 2)}).places
+  assert (site.bad_groups, site.groups, site.density, site.first) == (0, 12, 2 / 48, None)
+  w[1, 2, 3, 1] = 1
+  bad = report(w, axes={".*": (0, 2)})
+  assert (bad.places[0].bad_groups, bad.places[0].first) == (1, (1, 2, 0, 1))
+  assert str(bad).endswith("NOT n:m") and not bad.ok

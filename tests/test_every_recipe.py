@@ -10,9 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from reference_arrays import check_timeline, magnitude, ranks
 
 import nm_sparsity_jax as nms
-from nm_sparsity_jax.core import gradients
 from nm_sparsity_jax.recipes import RECIPES
 
 PHASES = nms.Phases(total=24, dense=3, finetune=5)  # 16 sparsify steps; j* = 16.8 - 3
@@ -21,6 +21,8 @@ FINETUNE = 19
 SHAPE = (16, 3)
 DTYPES = {"f32": jnp.float32, "bf16": jnp.bfloat16, "f16": jnp.float16}
 ULP = {"f32": 2**-21, "bf16": 2**-8, "f16": 2**-11}  # of a float32 D, or of one rounding
+# Where D is 1 or 0 these keep their bits or are exactly 0; a product would lose them.
+AWKWARD = (np.inf, -np.inf, np.nan, -np.nan, 0.0, -0.0, 1e-40, -1e-6, 1e-7, -6e-8, 1e-39, -1e-41)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,9 +39,9 @@ class Case:
     return self.recipe.name
 
   def pattern_at(self, step):
-    """(n, m) that holds, None = dense."""
+    """The pattern that holds, None = dense."""
     held = [pattern for start, pattern in self.levels if start <= step]
-    return tuple(map(int, held[-1].split(":"))) if held else None
+    return nms.NM.parse(held[-1]) if held else None
 
   def decay_at(self, step):
     if self.pattern_at(step) is None:
@@ -109,19 +111,8 @@ def weights(seed=0, shape=SHAPE, dtype="f32"):
   return jnp.asarray(np.random.default_rng(seed).normal(size=shape), DTYPES[dtype])
 
 
-def top(scores, n, m, allowed=None):
-  """The mask of the n largest of each m along axis 0, by sorting: larger, then lower index."""
-  s = np.asarray(scores).astype(np.float64)
-  s = np.where(np.isnan(s), -np.inf, s)
-  if allowed is not None:
-    s = np.where(allowed, s, -np.inf)
-  groups = s.reshape(-1, m, *s.shape[1:])
-  order = np.argsort(-groups, axis=1, kind="stable")
-  return (np.argsort(order, axis=1) < n).reshape(s.shape)
-
-
-def magnitude(w):
-  return np.abs(np.asarray(w).astype(np.float64))
+def top(scores, pattern, parent=None):
+  return ranks(scores, pattern.m, 0, parent) < pattern.n
 
 
 def stored(case, w, step):
@@ -134,12 +125,9 @@ def stored(case, w, step):
     return None
   keep = np.ones(w.shape, bool)
   scores = magnitude(w) * np.abs(np.random.default_rng(7).normal(size=w.shape))
-  held = [p for start, p in case.levels if start <= step]
-  if case.name == "idp":
-    for pattern in held[:-1]:  # the masks of the levels that are over
-      keep = top(scores, *map(int, pattern.split(":")), allowed=keep)
-  elif held:
-    keep = top(scores, *case.pattern_at(step))
+  held = [nms.NM.parse(p) for start, p in case.levels if start <= step]
+  for pattern in held[:-1] if case.name == "idp" else held:  # of idp the levels that are over
+    keep = top(scores, pattern, keep)
   return jnp.asarray(keep)
 
 
@@ -149,7 +137,7 @@ def expected_mask(case, w, step):
   keep = stored(case, w, step)
   if case.recipe.stateful and case.name != "idp":
     return np.asarray(keep)
-  return top(magnitude(w), *case.pattern_at(step), allowed=keep)
+  return top(magnitude(w), case.pattern_at(step), keep)
 
 
 def forward_and_backward(recipe, w, step, keep, ct, axis=0):
@@ -167,118 +155,71 @@ def jitted(recipe, w, step, keep, ct, axis=0):
   return forward_and_backward(recipe, w, step, keep, ct, axis)
 
 
-def run(case, w, step, ct=None, keep=None):
-  ct = jnp.ones_like(w) if ct is None else ct
-  keep = stored(case, w, step) if keep is None else keep
-  return jitted(case.recipe, w, jnp.int32(step), keep, ct)
-
-
-def bits(x):
-  x = np.asarray(x)
-  return x if x.dtype == bool else x.view(f"u{x.dtype.itemsize}")
+def run(case, w, step, ct):
+  return jitted(case.recipe, w, jnp.int32(step), stored(case, w, step), ct)
 
 
 def assert_same_bits(got, want):
   assert got.dtype == want.dtype and got.shape == want.shape
-  np.testing.assert_array_equal(bits(got), bits(want))
-
-
-def a_step_of_each_level(case):
-  """0, the last step before and the first of each level, and one within."""
-  starts = [start for start, _ in case.levels] + [FINETUNE]
-  return sorted({0, *(s - 1 for s in starts), *starts, *(s + 1 for s in starts)})
+  got, want = np.asarray(got), np.asarray(want)
+  as_bits = "u1" if got.dtype == bool else f"u{got.dtype.itemsize}"
+  np.testing.assert_array_equal(got.view(as_bits), want.view(as_bits))
 
 
 def test_every_recipe_has_a_case():
   assert {case.name for case in CASES.values()} == set(RECIPES)
 
 
-@every_dtype
-def test_equals_dense_bit_for_bit_while_d_is_one(case, dtype):
-  """In the dense phase, and at the first step of a decay: a product would lose what is tiny."""
-  w = np.asarray(weights(3, dtype=dtype)).copy()
-  w[:8, 0] = np.array([np.inf, -np.inf, np.nan, -np.nan, 0.0, -0.0, 1e-40, -1e-6])
-  w[:4, 1] = np.array([1e-7, -6e-8, 1e-39, -1e-41])
-  w, ct = jnp.asarray(w), weights(4, dtype=dtype)
-  first = min([start for start, _ in case.levels], default=PHASES.total - 1)
-  assert first >= PHASES.dense
-  for step in range(first + (case.decay_at(first) == 1)):
-    out, grad, mask, decay = run(case, w, step, ct)
-    assert_same_bits(out, w)
-    assert_same_bits(grad, ct)
-    assert decay == 1 and mask.all() == (case.pattern_at(step) is None)
-
-
-@every_dtype
-def test_forward_and_gradient_are_the_equation_in_float64(case, dtype):
-  w, ct = weights(8, dtype=dtype), weights(9, dtype=dtype)
-  before = traces[case.recipe, w.dtype, w.shape, 0]
-  w64, ct64 = (np.asarray(x).astype(np.float64) for x in (w, ct))
-  for step in STEPS:
-    out, grad, mask, decay = run(case, w, step, ct)
-    want_mask, d = expected_mask(case, w, step), case.decay_at(step)
-    np.testing.assert_array_equal(mask, want_mask, err_msg=f"step {step}")
-    np.testing.assert_allclose(decay, d, rtol=3e-6, atol=2e-7, err_msg=f"step {step}")
-    scale = want_mask + d * (1 - want_mask)
-    close = functools.partial(np.testing.assert_allclose, rtol=ULP[dtype] * 4, atol=4e-7)
-    close(np.asarray(out).astype(np.float64), w64 * scale, err_msg=f"W~ at step {step}")
-    want = ct64 * scale if case.mode == "masked" else ct64
-    close(np.asarray(grad).astype(np.float64), want, err_msg=f"gradient at step {step}")
-    assert_same_bits(np.asarray(out)[want_mask], np.asarray(w)[want_mask])
-    if case.mode == ST:
-      assert_same_bits(grad, ct)
-    assert out.dtype == grad.dtype == w.dtype and mask.dtype == bool and decay.dtype == jnp.float32
-  assert traces[case.recipe, w.dtype, w.shape, 0] <= before + 1  # one compilation serves all steps
-
-
 pulled = jax.jit(lambda recipe, *args: recipe.pull_back(*args), static_argnums=0)
 
 
 @every_dtype
-def test_pull_back_is_the_backward_pass_with_the_term(case, dtype):
-  """Also of weights that are an ulp away from W~, as parameters may be that an update made."""
-  w, ct = weights(8, dtype=dtype), weights(9, dtype=dtype)
-  lam = np.float32(case.recipe.lam)
-  for step in STEPS if dtype == "f32" else a_step_of_each_level(case):
-    keep = stored(case, w, step)
-    out, grad, mask, _ = run(case, w, step, ct)
-    term = np.where(mask, 0, lam * np.asarray(w).astype(np.float32))
-    want = np.asarray(grad).astype(np.float32) + term
+def test_weights_and_gradients_are_the_equation_at_every_step(case, dtype):
+  """To the bit: products are float32, rounded once."""
+  w, ct = (np.asarray(weights(seed, dtype=dtype)).copy() for seed in (8, 9))
+  w[: len(AWKWARD), 0] = AWKWARD
+  ct[:4, 1] = 6e-8  # a subnormal of float16
+  before, lam = traces[case.recipe, w.dtype, w.shape, 0], np.float32(case.recipe.lam)
+  for step in (*STEPS, 10**6):
+    out, grad, mask, decay = run(case, w, step, ct)
+    kept, d = expected_mask(case, w, step), case.decay_at(step)
+    np.testing.assert_array_equal(mask, kept, err_msg=f"step {step}")
+    np.testing.assert_allclose(decay, d, rtol=3e-6, atol=2e-7, err_msg=f"step {step}")
+    scale = np.where(kept, np.float32(1), decay)
+    with np.errstate(invalid="ignore"):  # a pruned inf
+      scaled = lambda x, scale=scale: (x.astype(np.float32) * scale).astype(x.dtype)
+      want = np.where(scale == 0, np.zeros_like(w), np.where(scale == 1, w, scaled(w)))
+    # A product of what is not finite, or too small for float32, is not compared.
+    sure = (scale == 0) | (scale == 1) | (np.arange(SHAPE[1]) > 0)
+    assert_same_bits(np.asarray(out)[sure], want[sure])
+    assert_same_bits(grad, scaled(ct) if case.mode == "masked" else ct)
+    assert mask.dtype == bool and decay.dtype == jnp.float32
+    # The pulled gradient is the one of the backward pass with SR-STE's term, also where parameters
+    # are an ulp away from W~, as an update may make them. What is not finite tells no mask.
+    as_float = lambda x: np.asarray(x)[:, 1:].astype(np.float32)
+    want = as_float(grad) + np.where(kept[:, 1:], 0, lam * as_float(w))
     for seen in (out, np.nextafter(out, out * 0)):
-      got = pulled(case.recipe, ct, w, seen, jnp.int32(step), keep)
+      got = pulled(case.recipe, ct, w, seen, jnp.int32(step), stored(case, w, step))
+      np.testing.assert_allclose(as_float(got), want, ULP[dtype], 6e-8, err_msg=f"step {step}")
       assert got.dtype == ct.dtype
-      got = np.asarray(got).astype(np.float32)
-      np.testing.assert_allclose(got, want, ULP[dtype], err_msg=f"step {step}")
+  assert traces[case.recipe, w.dtype, w.shape, 0] <= before + 1  # one compilation serves all steps
 
 
 @every
-def test_any_axis_equals_transposing(case):
+def test_any_axis_and_eager_mode_give_the_same_bits(case):
   w, ct = weights(10), weights(11)
-  split = weights(13, (2, 8, 3))
-  for step in a_step_of_each_level(case):
-    keep, t = stored(case, w, step), jnp.int32(step)
-    want = run(case, w, step, ct)
-    got = jitted(case.recipe, w.T, t, None if keep is None else keep.T, ct.T, -1)
-    for a, b in zip(got[:3], want[:3], strict=True):
-      assert_same_bits(a.T, b)
-    whole = split.reshape(SHAPE)
-    keep = stored(case, whole, step)
-    keep = None if keep is None else keep.reshape(split.shape)
-    got = jitted(case.recipe, split, t, keep, jnp.ones_like(split), (0, 1))
-    assert_same_bits(got[0].reshape(SHAPE), run(case, whole, step)[0])
-
-
-@every
-def test_eager_equals_jit_bit_for_bit(case):
-  w, ct = weights(19), weights(20)
-  for step in STEPS:
-    want = run(case, w, step, ct)
-    assert_same_bits(case.recipe.decay(jnp.int32(step)), want[3])
-    keep = stored(case, w, step)
-    if step in (2, 4, 10, 17, 19):  # the others only repeat: eager branches compile at every call
-      assert_same_bits(case.recipe.effective(w, jnp.int32(step), 0, keep), want[0])
-    if step == 10:  # a Python int is a step too
-      for a, b in zip(forward_and_backward(case.recipe, w, 10, keep, ct), want, strict=True):
+  for step in (2, 4, 10, 14, 17, 19):
+    keep, want = stored(case, w, step), run(case, w, step, ct)
+    found = [forward_and_backward(case.recipe, w, step, keep, ct)]  # a Python int is a step too
+    for turn, back, axis in (
+      (lambda x: x.T, lambda x: x.T, -1),
+      (lambda x: x.reshape(2, 8, 3), lambda x: x.reshape(SHAPE), (0, 1)),
+    ):
+      turned = None if keep is None else turn(keep)
+      *got, decay = jitted(case.recipe, turn(w), jnp.int32(step), turned, turn(ct), axis)
+      found.append([*map(back, got), decay])
+    for got in found:
+      for a, b in zip(got, want, strict=True):
         assert_same_bits(a, b)
 
 
@@ -287,71 +228,32 @@ def test_decay_of_a_long_run_is_the_same_eager_jitted_and_scanned(name):
   phases = nms.Phases(total=100_003, dense=10_001, finetune=20_000)
   fields = {"path": ((10_001, "7:8", 1.0), (33_333, "1:8", 0.3))} if name == "custom" else {}
   decay = nms.recipe(name, pattern="1:8", phases=phases, **fields).decay
-  fast = jax.jit(decay)
-  steps = np.random.default_rng(0).integers(10_000, 81_000, 60).astype(np.int32)
-  _, scanned = jax.jit(lambda ts: lax.scan(lambda c, t: (c, decay(t)), 0, ts))(jnp.asarray(steps))
-  for t, d in zip(steps, scanned, strict=True):
-    assert_same_bits(decay(jnp.int32(t)), fast(jnp.int32(t)))
-    assert_same_bits(d, fast(jnp.int32(t)))
+  steps = jnp.asarray(np.random.default_rng(0).integers(10_000, 81_000, 60), jnp.int32)
+  _, scanned = jax.jit(lambda ts: lax.scan(lambda c, t: (c, decay(t)), 0, ts))(steps)
+  for each in (decay, jax.jit(decay)):
+    assert_same_bits(np.stack([each(t) for t in steps]), scanned)
 
 
 @every
 def test_timeline_is_what_happens_at_every_step(case):
-  w, segments = weights(22), case.recipe.timeline(SHAPE[0])
-  starts = [s.start for s in segments]
-  assert starts == sorted({*starts, 0}) and [s.stop for s in segments] == [*starts[1:], 24]
-  for s in segments:
-    low, high = sorted((s.decay_start, s.decay_stop))
-    for step in range(s.start, s.stop):
-      out, _, _, d = run(case, w, step)
-      pattern = case.pattern_at(step)
-      assert s.pattern == (pattern and nms.NM(*pattern)), f"step {step}"
-      assert np.mean(np.asarray(out) != 0) == s.density, f"step {step}"
-      # D may leave 0 only for the segment that follows.
-      assert (d > 0) == (s.decay_start > 0) and low - 1e-6 <= d <= high + 1e-6, f"step {step}"
-    np.testing.assert_allclose(run(case, w, s.start)[3], s.decay_start, rtol=1e-6)
-
-
-@every
-def test_a_pruned_inf_or_nan_is_exactly_zero(case):
-  if case.name == "dense":
-    return
-  w = np.asarray(weights(23)).copy()
-  w[:, 0] = np.inf
-  w[:, 1] = -np.inf
-  w[3::4, 2] = np.nan
-  w = jnp.asarray(w)
-  for step in (*(step for step in STEPS if case.decay_at(step) == 0), 10**6):
-    keep = stored(case, w, step)
-    out, grad, mask, _ = run(case, w, step, keep=keep)
-    np.testing.assert_array_equal(bits(out)[~np.asarray(mask)], 0)
-    assert_same_bits(np.asarray(out)[mask], np.asarray(w)[mask])
-    assert np.isfinite(grad).all()
-    assert not mask.all()
-
-
-def test_gradients_below_the_normal_float16_pass():
-  """0.5 * 6e-8 rounds to a float16 subnormal or zero as a cast does; kept weights pass it whole."""
-  w = jnp.asarray([1.0, 2.0, 3.0, 4.0], jnp.float16)
-  tiny = np.float16(6e-8)
-  g = jnp.asarray([tiny, 4 * tiny, tiny, 4 * tiny])
-  for mode, want in (("masked", [0.0, 2 * tiny, tiny, 4 * tiny]), ("straight_through", g)):
-    mask = jnp.asarray([False, False, True, True])
-    f = lambda w, m=mask, mode=mode: gradients.blend(w, m, jnp.float32(0.5), mode)
-    (got,) = jax.jit(lambda g, f=f: jax.vjp(f, w)[1](g))(g)
-    np.testing.assert_array_equal(np.asarray(got), np.asarray(want, np.float16))
+  steps = range(PHASES.total)
+  check_timeline(case.recipe, [*map(case.pattern_at, steps)], [*map(case.decay_at, steps)])
 
 
 @every
 def test_a_step_that_was_never_given_is_loudly_wrong(case):
-  if case.name == "dense":
-    return
-  w = weights(25)
-  keep = jnp.ones(SHAPE, bool) if case.recipe.stateful else None
-  out, _, _, decay = jitted(case.recipe, w, jnp.int32(-1), keep, jnp.ones_like(w))
-  assert np.isnan(decay) and np.isnan(out).any()
-  with pytest.raises(ValueError, match="step=-1 is negative"):
-    case.recipe.effective(w, -1, 0, keep)
+  w, recipe = weights(25), case.recipe
+  keep = jnp.ones(SHAPE, bool) if recipe.stateful else None
+  out, _, _, decay = jitted(recipe, w, jnp.int32(-1), keep, w)
+  assert np.isnan(decay) and np.isnan(out).any() == (case.name != "dense")
+  for step in (12.0, True, jnp.arange(2), -1) if case.name != "dense" else ():
+    with pytest.raises(ValueError, match="step"):
+      recipe.effective(w, step, 0, keep)
+  with pytest.raises(ValueError, match="step"):
+    jax.jit(recipe.decay)(12.0)
+  if recipe.stateful:
+    with pytest.raises(ValueError, match="no mask was given"):
+      recipe.effective(w, jnp.int32(0))
 
 
 # Another value of each field, which must change something that a run can see.
@@ -364,7 +266,7 @@ OTHERS = {
 def observed(recipe):
   """Weights, gradients, masks, D and lambda at every step."""
   w, ct = weights(27), weights(28)
-  keep = jnp.asarray(top(magnitude(w), 1, recipe.pattern.m)) if recipe.stateful else None
+  keep = jnp.asarray(top(magnitude(w), nms.NM(1, recipe.pattern.m))) if recipe.stateful else None
   steps = [jitted(recipe, w, jnp.int32(t), keep, ct) for t in range(PHASES.total)]
   return [np.asarray(x).tobytes() for parts in steps for x in parts], recipe.lam
 

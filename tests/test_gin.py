@@ -3,12 +3,9 @@
 import dataclasses
 import os
 import pathlib
-import re
 import subprocess
 import sys
 
-import jax
-import numpy as np
 import pytest
 from test_plan import t5x  # noqa: F401  (a fixture)
 
@@ -18,32 +15,11 @@ from nm_sparsity_jax.runs import paper
 
 pytest.importorskip("gin", reason="pip install gin-config")
 ROOT = pathlib.Path(__file__).resolve().parents[1]
-GIN = ROOT / "gin_configs"
-FILES = sorted(str(p.relative_to(ROOT)) for p in GIN.rglob("*.gin"))
 T5 = "gin_configs/models/t5.gin"
 
 
 def config(files, bindings=()):
   return gin_files.Config([ROOT], files, bindings)
-
-
-# --- the texts ------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("file", FILES)
-def test_a_file_says_what_it_is_and_imports_before_use(file):
-  lines = (ROOT / file).read_text().splitlines()
-  assert lines[0].startswith("# ")
-  code = [line for line in lines if line and not line.startswith("#")]
-  imports = [line for line in code if re.match(r"(from|import) ", line)]
-  assert code[: len(imports)] == imports
-  assert imports[0] == "from __gin__ import dynamic_registration"
-  if "/t5x_" not in file:  # plan reads it where neither T5X nor TensorFlow is
-    assert all(re.match(r"from (__gin__|nm_sparsity_jax)\b|import optax$", x) for x in imports)
-
-
-def test_there_are_few_files():
-  assert len(FILES) <= 60
 
 
 # --- without T5X ----------------------------------------------------------------------------------
@@ -95,7 +71,6 @@ RUNS = {
   "infer": EVALUATES | TASK | INFERS,
   "infer_glue_test": EVALUATES | INFERS | {"MIXTURE_OR_TASK_NAME": "'nm_glue_rte'"},
 }
-FRAGMENTS = ("adamw", "adafactor", "model", "stored_rules", "trainer")  # included, or beside a run
 # Learning rate at steps 0, 500 and 4000; batch; packed; the loss.
 TRAINED = {
   "pretrain": ([0.01, 0.01, 0.01], 128, True, None),
@@ -107,11 +82,6 @@ TRAINED = {
 
 def bind(macros):
   return [f"{k} = {v}" for k, v in macros.items()]
-
-
-def test_every_run_file_is_tested():
-  found = {p.stem for p in (GIN / "runs").glob("t5x_*.gin")}  # test_local.py: the local ones
-  assert found == {f"t5x_{name}" for name in (*RUNS, *FRAGMENTS)}
 
 
 @pytest.mark.t5x
@@ -146,12 +116,6 @@ def test_a_run_is_made_and_names_what_it_misses(t5x, run):  # noqa: F811
     assert [float(rate(start + j)) for j in (0, 500, 4000)] == pytest.approx(rates, rel=1e-5)
     if optimizer == "adafactor":
       assert model.optimizer_def.hyper_params.step_offset == start
-    else:  # on equal gradients Adam's update is the rate
-      tx, w = model.optimizer_def.optax_optimizer, {"w": np.ones(1, np.float32)}
-      with jax.numpy_dtype_promotion("standard"):
-        _, state = tx.update(w, tx.init(w), {"w": np.zeros(1)})
-        update, _ = tx.update(w, state, {"w": np.zeros(1)})
-      assert float(update["w"][0]) == pytest.approx(-float(rate(start + 1)), rel=1e-3)
     if run == "finetune":
       restore = c.argument("checkpoint_cfg").restore
       assert (restore.dtype, restore.fallback_to_scratch) == ("float32", True)

@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
+from reference_arrays import ranks
 
 from nm_sparsity_jax.core import masks
 from nm_sparsity_jax.core.groups import Groups
@@ -24,51 +25,30 @@ def places(draw):
   return Groups(shape, axis, pad), NM(draw(st.integers(1, m)), m)
 
 
-def rows_of(groups, pattern, x):
-  """Every group as the list of (index in x, value), by the definition; padding has no index.
+def rows_of(groups, m, x):
+  """Every group as a row, by the definition; padding is 0.
 
-  The other axes count first to last, those between the grouped ones before the rest; the groups
-  of one of their positions stand where the grouped axes stand.
+  The other axes count first to last, and the groups of one of their positions follow one another.
   """
   axes = groups.axes
-  between = [a for a in range(axes[0], axes[-1]) if a not in axes]
-  before = [*between, *(a for a in range(axes[0]) if a not in axes)]
-  after = [a for a in range(axes[-1] + 1, x.ndim)]
-  length = math.prod(x.shape[a] for a in axes)
-  rows = []
-  for lead in np.ndindex(*(x.shape[a] for a in before)):
-    for start in range(0, length + groups.pad, pattern.m):
-      for trail in np.ndindex(*(x.shape[a] for a in after)):
-        row = []
-        for k in range(start, start + pattern.m):
-          if k >= length:
-            row.append((None, 0))
-            continue
-          index = [0] * x.ndim
-          inside = np.unravel_index(k, [x.shape[a] for a in axes])
-          for a, i in zip((*before, *axes, *after), (*lead, *inside, *trail), strict=True):
-            index[a] = int(i)
-          row.append((tuple(index), x[tuple(index)]))
-        rows.append(row)
-  return rows
+  others = [a for a in range(x.ndim) if a not in axes]
+  rows = x.transpose(*others, *axes).reshape(-1, math.prod(x.shape[a] for a in axes))
+  return np.pad(rows, ((0, 0), (0, groups.pad))).reshape(-1, m)
 
 
 @given(places(), st.integers(0, 2**32 - 1))
 def test_groups_and_their_masks_are_the_definition(place, seed):
   groups, pattern = place
   x = np.random.default_rng(seed).integers(-2, 3, groups.shape).astype(np.float32)
-  rows = rows_of(groups, pattern, x)
+  rows = rows_of(groups, pattern.m, x)
   got = groups.split(x, pattern)
   assert got.shape[-1] == pattern.m and groups.count(pattern) == len(rows)
-  np.testing.assert_array_equal(got.reshape(-1, pattern.m), [[v for _, v in row] for row in rows])
+  np.testing.assert_array_equal(got.reshape(-1, pattern.m), rows)
+  at = rows_of(groups, pattern.m, 1 + np.arange(x.size).reshape(x.shape)) - 1  # -1 is padding
+  for i in np.flatnonzero(at[:, 0] >= 0):
+    assert groups.start(i, pattern) == np.unravel_index(at[i, 0], x.shape)
   want = np.zeros(x.shape, bool)
-  for i, row in enumerate(rows):
-    if row[0][0] is not None:
-      assert groups.start(i, pattern) == row[0][0]
-    largest = sorted(range(pattern.m), key=lambda k, row=row: (-abs(row[k][1]), k))[: pattern.n]
-    for index in (row[k][0] for k in largest):
-      if index is not None:
-        want[index] = True
+  want.flat[at[(ranks(abs(rows), pattern.m, 1) < pattern.n) & (at >= 0)]] = True
   np.testing.assert_array_equal(groups.magnitude_mask(jnp.asarray(x), pattern), want)
 
 

@@ -105,16 +105,10 @@ def test_rules_in_a_checkpoint_are_bounded_and_data(text, word, tmp_path, capsys
   assert word in line and len(line) < 9000 and not (tmp_path / "executed").exists()
 
 
-@pytest.mark.parametrize("name", ["=HYPERLINK(1)", "a\r\\input{x}", "\x1b[2Ja%\n%"])
-def test_a_name_says_nothing_to_latex_or_a_terminal(name, capsys, tmp_path):
+def test_a_name_says_nothing_to_a_terminal(capsys, tmp_path):
   a_run(tmp_path)
-  for form in ([], ["--markdown"], ["--latex"]):
-    assert cli.main(["glue", "score", "--join", name, str(tmp_path), *form]) == 0
-    out = capsys.readouterr().out
-    assert all(line.isprintable() for line in out.split("\n")), form
-    table = out[out.find(r"\begin") :]  # before it are comments
-    assert form != ["--latex"] or r"\input" not in table
+  assert cli.main(["glue", "score", "--join", "\x1b[2Ja\r%", str(tmp_path)]) == 0
   tree = {"target": {"\x1b[2J": {"mlp": {"wi": {"kernel": np.zeros((4, 4), np.float32)}}}}}
   checkpoint.write(str(tmp_path / "checkpoint_1"), tree)
   assert cli.main(["verify", str(tmp_path), "--rules", "{'ff': '1:4'}"]) == 0
-  assert "\x1b" not in capsys.readouterr().out
+  assert all(line.isprintable() for line in capsys.readouterr().out.split("\n"))

@@ -3,10 +3,10 @@
 import hashlib
 import itertools
 import multiprocessing
-import pickle
 import shutil
 import sys
 import types
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -37,13 +37,7 @@ def pets(tmp_path):
 class Builder:
   """A prepared set of TensorFlow Datasets of eight pictures."""
 
-  prepared = True
-  info = types.SimpleNamespace(
-    features={"label": types.SimpleNamespace(num_classes=8)}, splits={"train": 0, "test": 0}
-  )
-
-  def is_prepared(self):
-    return self.prepared
+  info = types.SimpleNamespace(splits={"train": 0, "test": 0})
 
   def as_data_source(self, split):
     pixels = np.random.default_rng(len(split)).integers(0, 256, (8, 20, 20, 3), np.uint8)
@@ -53,9 +47,7 @@ class Builder:
 @pytest.fixture
 def tfds(monkeypatch):
   """A stand-in for tensorflow_datasets; it notes what it was asked for."""
-  made = types.ModuleType("tensorflow_datasets")
-  made.asked, made.made = [], Builder()
-  made.builder = lambda name, **fields: made.asked.append((name, fields)) or made.made
+  made = mock.Mock(**{"builder.return_value": Builder()})
   monkeypatch.setitem(sys.modules, "tensorflow_datasets", made)
   return made
 
@@ -64,8 +56,8 @@ def tfds(monkeypatch):
 def make(request, pets, tfds):
   """Makes a source that augments, of batches of three."""
   data = str(pets) if request.param == "folder" else request.param
-  how = dict(crop=0.1, random_erasing=0.5, rand_augment="rand-m9-mstd0.5-inc1", folder="/data")
-  return lambda: readers.find(data, 16, batch_size=3, **how)
+  how = dict(size=16, crop=0.1, random_erasing=0.5, rand_augment="rand-m9-mstd0.5-inc1")
+  return lambda: readers.find(data, batch_size=3, **how)
 
 
 def same(one, other):
@@ -77,7 +69,6 @@ def test_batch_i_is_a_function_of_seed_and_i(make):
   make().check()
   whole = list(itertools.islice(make().train(5, 0), 7))
   same(next(make().train(5, 4)), whole[4])
-  same(next(pickle.loads(pickle.dumps(make())).train(5, 4)), whole[4])  # what a worker gets
   others = [next(make().train(6, 4)), next(make().train(4, 5))]
   rows = [row.tobytes() for batch in (*whole, *others) for row in batch["image"]]
   assert len(set(rows)) == len(rows)  # a picture that comes again is drawn otherwise
@@ -88,24 +79,23 @@ def test_batch_i_is_a_function_of_seed_and_i(make):
 
 
 def test_splits_are_read_in_order_and_filled_up(pets, tfds):
-  data = readers.find(str(pets), 16, batch_size=3)
-  assert data.names == ("cats", "dogs") and data.classes == 2 and len(data.tables["train"]) == 8
+  data = readers.find(str(pets), size=16, batch_size=3)
+  assert len(data.tables["train"]) == 8
   (batch,) = data.splits()["validation"]
   assert batch["label"].tolist() == [0, 0, 0] and batch["real"].tolist() == [1, 1, 0]
-  data = readers.find("cifar10", 16, batch_size=3, folder="/data")
-  assert data.classes == 8 and [*data.splits()] == ["test"]
+  data = readers.find("cifar10", size=16, batch_size=3, folder="/data")
+  assert [*data.splits()] == ["test"]
   batches = list(data.splits()["test"])
   assert [b["real"].sum() for b in batches] == [3, 3, 2]
   assert np.concatenate([b["label"] for b in batches])[:8].tolist() == list(range(8))
-  assert tfds.asked[0] == ("cifar10", {"data_dir": "/data", "file_format": "array_record"})
-  own = types.SimpleNamespace()
-  assert readers.find(own, 7) is own
+  tfds.builder.assert_called_with("cifar10", data_dir="/data", file_format="array_record")
+  assert readers.find(data, size=7) is data
 
 
 def test_a_crop_shows_a_part_and_a_flip_the_other_side():
   picture = Image.fromarray(np.indices((40, 60)).sum(0).astype(np.uint8)[..., None].repeat(3, -1))
   left, right = augment.centered(picture, 8)[4, [0, -1], 0]
-  training = lambda i, *how: augment.training(picture, 8, augment.stream(0, i), *how)
+  training = lambda i, *how: augment.training(picture, 8, np.random.default_rng(i), *how)
   flips = [training(i, None, 0.0)[4, 0, 0] > right / 2 + left / 2 for i in range(60)]
   assert left < right and 15 < sum(flips) < 45
   whole = int(np.ptp(np.asarray(picture)))
@@ -113,8 +103,6 @@ def test_a_crop_shows_a_part_and_a_flip_the_other_side():
   assert min(seen) < whole / 2 < max(seen) <= whole
   changed = (training(0, None, 0.0) != training(0, None, 1.0)).any(-1)
   assert 0 < changed.sum() < 40  # one box of at most a third
-  grey = np.full((2, 2, 3), 255 * augment.MEAN, np.float32)
-  assert abs(augment.normalized(grey)).max() < 1e-6
 
 
 @pytest.mark.parametrize("change", range(15))
@@ -132,20 +120,19 @@ def test_every_operation_of_rand_augment_changes_what_it_should(change):
   assert moved(0.0, True) <= moved(0.5, True) + 1e-9 <= moved(1.0, True) + 2e-9
 
 
-def test_rand_augment_draws_by_the_stream_and_a_large_magnitude_is_ten():
+def test_rand_augment_draws_and_a_large_magnitude_is_ten():
   picture = Image.fromarray(np.random.default_rng(0).integers(0, 256, (24, 24, 3), np.uint8))
-  made = lambda words, i: np.asarray(rand_augment.parse(words)(picture, augment.stream(7, i)))
-  found = [made("rand-m15-n2", i) for i in range(40)]
-  np.testing.assert_array_equal(found[3], made("rand-m10", 3))
-  changed = [not np.array_equal(image, np.asarray(picture)) for image in found]
-  assert 20 < sum(changed) < 40  # each of two does nothing half of the time
+  make = lambda words, i: np.asarray(rand_augment.parse(words)(picture, np.random.default_rng(i)))
+  found = [make("rand-m15-n2", i) for i in range(40)]
+  np.testing.assert_array_equal(found[3], make("rand-m10", 3))
+  assert 20 < sum((image != picture).any() for image in found) < 40  # half of two do nothing
 
 
 @pytest.mark.slow
 def test_workers_read_what_one_process_reads(pets):
   """grain's processes: each makes whole batches, which come in their order."""
   pytest.importorskip("grain", reason="needs grain: pip install -e '.[vision]'")
-  make = lambda workers: readers.find(str(pets), 16, batch_size=2, crop=0.2, workers=workers)
+  make = lambda workers: readers.find(str(pets), size=16, batch_size=2, crop=0.2, workers=workers)
   ahead = make(2).train(1, 3)
   for one, other in zip(itertools.islice(make(0).train(1, 3), 4), ahead, strict=False):
     same(one, other)
@@ -160,28 +147,19 @@ def test_workers_read_what_one_process_reads(pets):
     (lambda p: write(p / "validation/birds/b.png"), "birds"),
     (lambda p: shutil.rmtree(p / "train"), "train/CLASS"),
     (lambda p: (p / "validation/cats/0.png").write_bytes(b"no"), "0.png .*damaged"),
-    (lambda p: cut(p / "validation/cats/0.png"), "0.png .*damaged"),
   ],
 )
 def test_a_file_that_does_not_fit_is_named(pets, spoil, word):
   spoil(pets)
-  data = readers.find(str(pets), 16, 2)
+  data = readers.find(str(pets), size=16, batch_size=2)
   with pytest.raises(ValueError, match=word):
     data.check()
     list(data.splits()["validation"])
 
 
-def cut(path):
-  path.write_bytes(path.read_bytes()[:300])
-
-
-def test_what_cannot_be_read_is_named(tfds, monkeypatch):
+def test_words_that_are_not_timms_are_refused():
   with pytest.raises(ValueError, match="RAND_AUGMENT='augmix-m3'"):
-    readers.find("/data/pets", 16, rand_augment="augmix-m3")
-  tfds.made.prepared = False
-  monkeypatch.setenv("TFDS_DATA_DIR", "/prepared")
-  with pytest.raises(ValueError, match="'imagenet2012' is not prepared .* '/prepared'"):
-    readers.find("imagenet2012", 224).check()
+    readers.find("/data/pets", size=16, rand_augment="augmix-m3")
 
 
 # --- rebus --------------------------------------------------------------------------------------
@@ -201,12 +179,3 @@ def test_the_bits_of_rebus_are_those_of_the_first_day():
   task = rebus.Rebus(batch_size=32)
   assert digest(next(task.train(0, 0))) == TRAIN
   assert digest(next(iter(task.splits()["validation"]))) == VALIDATION
-
-
-def test_rebus_validates_on_2048_pictures_whatever_a_batch_holds():
-  found = []
-  for size in (128, 300):
-    batches = list(rebus.Rebus(size).splits()["validation"])
-    found.append(np.concatenate([b["image"][b["real"] == 1] for b in batches]))
-  assert found[0].shape == (2048, 16, 16, 3)
-  np.testing.assert_array_equal(*found)

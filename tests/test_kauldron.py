@@ -1,7 +1,7 @@
 """Kauldron with sparse weights: trains, is scored, resumes, is proven; what it refuses.
 
-Kauldron needs an environment of its own (`make kauldron`), so it runs in forks of one process that
-has imported it: kauldron_worker.py. Checkpoints are read here, without Kauldron.
+Kauldron needs an environment of its own (`make kauldron`), so one process of it makes all runs:
+kauldron_runs.py. Checkpoints are read here, without Kauldron.
 """
 
 import json
@@ -28,44 +28,24 @@ ROOT = pathlib.Path(__file__).resolve().parents[1]
 
 def environment(devices=1):
   """Of a process that runs Kauldron."""
-  # A fork has imported jax, which then reads XLA's flags alone.
-  flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={devices}"
   return {
-    "JAX_PLATFORMS": "cpu", "PJRT_NPROC": "32", "PYTHONPATH": f"{ROOT}:{ROOT}/tests",
-    "XLA_FLAGS": flags,
+    "JAX_PLATFORMS": "cpu", "PJRT_NPROC": "32", "JAX_NUM_CPU_DEVICES": str(devices),
+    "PYTHONPATH": f"{ROOT}:{ROOT}/tests:{ROOT}/examples",
   }  # fmt: skip
 
 
 @pytest.fixture(scope="module")
-def call(tmp_path_factory):
-  """Calls a function of kauldron_runs.py in a fork."""
-  said, pipe = tmp_path_factory.mktemp("worker") / "said.txt", subprocess.PIPE
-  command = [kauldron_found.PYTHON, str(ROOT / "tests/kauldron_worker.py")]
-  env = {**os.environ, **environment(), "TF_CPP_MIN_LOG_LEVEL": "3"}
-  with (
-    said.open("w") as errors,
-    subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=errors, text=True, env=env) as worker,
-  ):
-
-    def ask(name, devices=1, **arguments):
-      worker.stdin.write(json.dumps([name, arguments, environment(devices)]) + "\n")
-      worker.stdin.flush()
-      line = worker.stdout.readline()
-      assert line, said.read_text()[-3000:]
-      is_fine, value = json.loads(line)
-      assert is_fine, value
-      return value
-
-    yield ask
-    worker.stdin.close()
-    worker.wait(60)
-
-
-@pytest.fixture(scope="module")
-def whole(call, tmp_path_factory):
-  """The folder of a run that was not stopped, and what is known of its end."""
-  folder = tmp_path_factory.mktemp("runs") / "whole"
-  return folder, call("trained", workdir=str(folder))
+def ran(tmp_path_factory):
+  """The folder of all runs, and what the functions of kauldron_runs.py found."""
+  folder, found = tmp_path_factory.mktemp("runs"), {}
+  one = ("whole", "stopped", "scores", "dense_phase", "started", "example", "refusals")
+  for devices, names in ((1, one), (8, ("split",))):
+    command = [kauldron_found.PYTHON, ROOT / "tests/kauldron_runs.py", folder, *names]
+    env = {**os.environ, **environment(devices), "TF_CPP_MIN_LOG_LEVEL": "3"}
+    done = subprocess.run(command, capture_output=True, text=True, env=env, check=False)
+    assert not done.returncode, done.stderr[-3000:]
+    found |= json.loads(done.stdout.splitlines()[-1])
+  return folder, found
 
 
 def arrays(folder, step):
@@ -80,59 +60,49 @@ def arrays(folder, step):
 @pytest.mark.kauldron
 @pytest.mark.skipif(bool(kauldron_found.REASON), reason=kauldron_found.REASON)
 class TestRuns:
-  def test_the_checkpoint_of_step_n_holds_n_updates_and_is_proven(self, whole, tmp_path):
+  def test_the_checkpoint_of_step_n_holds_n_updates_and_is_proven(self, ran, tmp_path):
     """The loop makes one update more, after the last checkpoint."""
-    folder, end = whole
+    folder, found = ran[0] / "whole", ran[1]
     paths = {step: str(folder / f"checkpoints/ckpt_{step}") for step in (0, 4, 8, 12)}
     assert {str(path) for path in (folder / "checkpoints").iterdir()} == {*paths.values()}
     for step, path in paths.items():
       stored = checkpoint.read(path)
       assert (stored.step, stored.sparse_step) == (step, step)
-    assert (end["step"], end["count"]) == (13, 13)
+    assert found["whole"] == [13, 13]
     assert runs.verify(str(folder)).ok and not runs.verify(paths[4]).ok
     made = runs.finalize(str(folder), str(tmp_path / "final"))
     assert made.ok and [*made.removed.values()] == [0, 0]
     with pytest.raises(ValueError, match="sparse step 4"):
       runs.finalize(paths[4], str(tmp_path / "early"))
 
-  def test_kauldrons_own_evaluator_scores_what_was_trained(self, whole, call):
-    begun, end = call("scores", workdir=str(whole[0]))
-    assert end < begun / 2
-
-  def test_it_goes_on_to_the_same_bits(self, whole, call, tmp_path):
-    """Stopped after ckpt_8, with stored masks."""
-    for after in (9, None):
-      call("trained", workdir=str(tmp_path), stop=after)
-    expected, found = arrays(whole[0], 12), arrays(tmp_path, 12)
+  def test_it_goes_on_to_the_same_bits(self, ran):
+    """With stored masks."""
+    expected, found = arrays(ran[0] / "whole", 12), arrays(ran[0] / "stopped", 12)
     assert expected.keys() == found.keys() and any("/trace/" in key for key in expected)
     for key, x in expected.items():
       np.testing.assert_array_equal(found[key], x, err_msg=key)
 
-  def test_eight_devices_that_share_the_weights_train_as_one(self, whole, call, tmp_path):
-    assert call("trained", devices=8, workdir=str(tmp_path), split=True)["split"]
-    found = arrays(tmp_path, 12)
-    for key, x in arrays(whole[0], 12).items():
+  def test_eight_devices_that_share_the_weights_train_as_one(self, ran):
+    assert ran[1]["split"]
+    found = arrays(ran[0] / "split", 12)
+    for key, x in arrays(ran[0] / "whole", 12).items():
       if "masks/mask" in key or key.startswith("params/"):
         np.testing.assert_allclose(found[key], x, atol=1e-4, err_msg=key)
 
-  def test_while_it_is_dense_it_is_kauldrons_own_step(self, call, tmp_path):
-    assert call("of_kauldron_itself", workdir=str(tmp_path)) < 1e-6
-
-  def test_masks_are_made_of_the_weights_that_a_run_starts_from(self, whole, call, tmp_path):
-    found = call("started", workdir=str(tmp_path), used=str(whole[0]))
-    assert found == {"loaded": True, "masks": True, "sparse": True}
-
-  def test_the_example_makes_a_trainer(self, call):
-    recipe, steps = call("resolved", text=(ROOT / "examples/kauldron_vit.py").read_text())
+  def test_what_kauldron_itself_does_stays(self, ran):
+    found = ran[1]
+    begun, end = found["scores"]
+    assert end < begun / 2 and found["dense_phase"] < 1e-6
+    assert found["started"] == {"loaded": True, "masks": True, "sparse": True}
+    recipe, steps = found["example"]
     assert recipe.startswith("MdgfExponential(") and "total=90000" in recipe and steps == 90_000
 
-  def test_mistakes_are_said_before_anything_runs(self, whole, call, tmp_path):
-    here = dict(workdir=f"{tmp_path}/a", used=str(whole[0]), dense=f"{tmp_path}/dense")
-    said, trained = call("refusals", **here), "was trained with the rules"
+  def test_mistakes_are_said_before_anything_runs(self, ran):
+    trained = "was trained with the rules"
     for name, words in {
       "other end": "num_train_steps=16", "other rules": trained, "of a dense run": trained,
     }.items():  # fmt: skip
-      assert words in said[name]
+      assert words in ran[1]["refusals"][name]
 
 
 # --- without Kauldron ---------------------------------------------------------------------------

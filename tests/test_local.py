@@ -1,6 +1,5 @@
 """The local runner: what it learns, and that nothing that ends a process changes the result."""
 
-import dataclasses
 import functools
 import gc
 import itertools
@@ -22,9 +21,8 @@ from checkpoint_files import assert_same, read
 
 import nm_sparsity_jax as nms
 from nm_sparsity_jax import cli
-from nm_sparsity_jax.core.trees import flatten, nested
 from nm_sparsity_jax.models.t5 import network
-from nm_sparsity_jax.runs import checkpoint, folders
+from nm_sparsity_jax.runs import folders
 from nm_sparsity_jax.training import configure
 
 pytest.importorskip("seqio", reason="the local runner needs seqio: pip install -e '.[local]'")
@@ -35,7 +33,7 @@ with warnings.catch_warnings():
   warnings.simplefilter("ignore")
   import t5x_task  # registers the task
 
-  from nm_sparsity_jax.trainer import checkpoints, data, evaluation, reports, step, train
+  from nm_sparsity_jax.trainer import checkpoints, data, evaluation, step, train
   from nm_sparsity_jax.trainer import text_evaluation as text
   from nm_sparsity_jax.trainer.workloads.t5 import T5
 
@@ -50,7 +48,7 @@ SR_STE = dict(recipe="sr_ste", pattern="1:4", dense_steps=0, fields={"lam": 0.5}
 DENSE = dict(recipe="dense", pattern=None, dense_steps=0, finetune_steps=0)
 MODELS = {}
 ADAMW = optax.adamw(0.01)
-EVALUATION = text.Evaluation(name="nm_test_sort", batch_size=32, lengths=LENGTHS)
+EVALUATION = functools.partial(text.Evaluation, batch_size=32)
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -88,8 +86,8 @@ def source_of(**fields):
 
 def run_of(folder, model=None, **fields):
   fields = dict(
-    optimizer=ADAMW, sparse_steps=24, keep_checkpoints=None,
-    periods=train.Periods(evaluate=100, checkpoint=6, report=1, metrics=None),
+    optimizer=ADAMW, sparse_steps=24, keep_checkpoints=None, eval_period=100, checkpoint_period=6,
+    stats_period=1, metrics_every=None,
   ) | fields  # fmt: skip
   return train.Run(model=model or model_of(), model_dir=str(folder), **fields)
 
@@ -109,17 +107,18 @@ def lines(folder, room="train"):
 def test_learns_dense_then_sparse_from_that_checkpoint(tmp_path, capfd):
   dense, sparse = tmp_path / "dense", tmp_path / "sparse"
   packed = source_of(pack=True)
-  steps = train.Periods(evaluate=60, report=20, metrics=None)
+  steps = dict(eval_period=60, checkpoint_period=None, stats_period=20)
   model = model_of(source=packed, **DENSE, sparse_steps=120)
-  assert train.train(run_of(dense, model, sparse_steps=120, periods=steps)) == 0
+  assert train.train(run_of(dense, model, sparse_steps=120, **steps)) == 0
   assert lines(dense)[-1]["loss"] < 0.3 < 2 < lines(dense)[0]["loss"]
 
   model = model_of(source=packed, **(SR_STE | dict(sparse_steps=60, dense_steps=30)),
                    finetune_steps=0)  # fmt: skip
-  steps = train.Periods(evaluate=20, report=20, metrics=20)
-  start = dict(initial_checkpoint=str(dense / "checkpoint_120"), pretrained_steps=120)
-  run = run_of(sparse, model, sparse_steps=60, periods=steps, evaluation=EVALUATION,
-               keep_checkpoints=1, **start)  # fmt: skip
+  start = steps | dict(
+    eval_period=20, metrics_every=20,
+    initial_checkpoint=str(dense / "checkpoint_120"), pretrained_steps=120,
+  )  # fmt: skip
+  run = run_of(sparse, model, sparse_steps=60, evaluation=EVALUATION, keep_checkpoints=1, **start)
   assert train.train(run) == 0
   # The step goes on; a checkpoint of the dense phase is never the best.
   found = folders.evaluations(sparse)
@@ -129,32 +128,29 @@ def test_learns_dense_then_sparse_from_that_checkpoint(tmp_path, capfd):
   assert lines(sparse)[1]["loss"] < 0.5  # started from the dense weights
   sampled = [x for x in lines(sparse) if "nm/density" in x]
   assert [(x["step"], x["nm/density"]) for x in sampled] == [(140, 1), (160, 0.25), (180, 0.25)]
-  assert {"nm/D", "nm/n/ff", "nm/flip_rate/all", "nm/second_moment_var/all"} < set(sampled[0])
+  assert {"nm/D", "nm/flip_rate/all", "nm/second_moment_var/all"} < set(sampled[0])
   out = capfd.readouterr().err
   assert "step 160/180  loss" in out and "1:4  density 0.25" in out and "tokens/s" in out
 
   # What seqio and T5X would have written.
+  room = "training_eval/nm_test_sort"
   (scores,) = (sparse / "inference_eval").glob("nm_test_sort-metrics.jsonl")
   scores = [json.loads(x) for x in scores.read_text().splitlines()]
   assert [x["step"] for x in scores] == [140, 160, 180]
   assert scores[-1]["letters"] == found[180]["metrics"]["nm_test_sort"]["letters"] > 0.2
-  assert list((sparse / "training_eval/nm_test_sort").glob("events.*"))
-  params = {k.removeprefix("target/"): v for k, v in read(sparse, 180).items()}
-  assert nms.verify(nested({k: params[k] for k in dict(flatten(model.shapes))}), model.rules).ok
+  assert list((sparse / room).glob("events.*"))
+  assert nms.runs.verify(sparse / "checkpoint_180").ok
 
   # `evaluate` says the same of the same checkpoint; `infer` writes what was judged there.
-  checkpoint, room = str(sparse / "checkpoint_180"), "training_eval/nm_test_sort"
+  checkpoint = str(sparse / "checkpoint_180")
   assert train.evaluate(model, EVALUATION, checkpoint, str(tmp_path / "e")) == 0
   assert lines(tmp_path / "e", room)[0] == lines(sparse, room)[-1]
-  assert train.infer(model, EVALUATION, checkpoint, str(tmp_path / "i"), "# it") == 0
-  assert (tmp_path / "i/config.gin").read_text() == "# it"
+  assert train.infer(model, EVALUATION, checkpoint, str(tmp_path / "i")) == 0
   text = (tmp_path / "i/nm_test_sort-predict.jsonl-00000-of-00001").read_text()
   rows = [json.loads(x) for x in text.splitlines()]
   targets = ["".join(sorted(x["inputs"]["inputs_pretokenized"])) for x in rows]
   letters = t5x_task.letters_in_place(targets, [x["prediction"] for x in rows])
   assert letters == {"letters": scores[-1]["letters"]} and len(rows) == 32
-  with pytest.raises(ValueError, match="TASK_FEATURE_LENGTHS"):
-    train.infer(model, dataclasses.replace(EVALUATION, lengths=None), checkpoint, str(tmp_path))
 
 
 # --- resume ------------------------------------------------------------------------------------
@@ -200,22 +196,17 @@ def test_resumed_is_uninterrupted_bit_for_bit(whole, tmp_path):
   assert noted["processes"][0]["environment"]["jax"] == jax.__version__ and noted["start"] == 0
 
 
-def test_the_best_stays_when_the_run_goes_on(tmp_path):
-  """And an evaluation that a kill cut off is made up for."""
+def test_an_evaluation_that_a_kill_cut_off_is_made_up_for(tmp_path):
   model = model_of(recipe="one_shot", dense_steps=1, finetune_steps=0)
-  steps = train.Periods(evaluate=8, checkpoint=4, report=1, metrics=None)
-  losses = dataclasses.replace(EVALUATION, num_examples=0)  # they alone say what is best
-  fields = dict(periods=steps, evaluation=losses, keep_checkpoints=1)
-  stop = at_step(9, lambda: os.kill(os.getpid(), signal.SIGTERM))
-  assert train.train(run_of(tmp_path, model, learning_rate=stop, **fields)) == 0
-  assert set(folders.steps(tmp_path)[:-1]) == {8}
-  assert train.train(run_of(tmp_path, model, **fields)) == 0
+  losses = functools.partial(EVALUATION, num_examples=0)
+  run = run_of(tmp_path, model, eval_period=8, evaluation=losses, keep_checkpoints=1)
+  assert train.train(run) == 0
   found = {at: e["loss"]["nm_test_sort"] for at, e in folders.evaluations(tmp_path).items()}
   assert set(folders.steps(tmp_path)) == {min(found, key=found.get), 24}
   file = tmp_path / "evaluations.json"
   all_of_it = json.loads(file.read_text())
   file.write_text(json.dumps(all_of_it[:-1]))
-  assert train.train(run_of(tmp_path, model, **fields)) == 0
+  assert train.train(run) == 0
   assert json.loads(file.read_text()) == all_of_it and folders.is_done(tmp_path, 24)
 
 
@@ -248,26 +239,15 @@ def test_a_full_disk_loses_nothing(whole, tmp_path):
   assert [x["step"] for x in lines(tmp_path)] == list(range(1, 25))
 
 
-def test_a_truncated_checkpoint_is_named(whole, tmp_path):
-  """Whichever of its files is cut in half, nothing that is wrong is returned."""
-  model, found = hard(tmp_path).model, 0
-  like, whole_24 = model.state_like(ADAMW), whole[0] / "checkpoint_24"
-  shutil.copytree(whole[0] / "checkpoint_18", tmp_path / "checkpoint_18")
-  for file in [p for p in whole_24.rglob("*") if p.is_file() and p.stat().st_size]:
-    shutil.copytree(whole_24, tmp_path / "checkpoint_24", dirs_exist_ok=True)
-    cut = tmp_path / file.relative_to(whole[0])
-    cut.write_bytes(cut.read_bytes()[: cut.stat().st_size // 2])
-    try:
-      with checkpoints.Checkpoints(tmp_path, None) as store:
-        state = store.restore(24, like, model)
-    except ValueError as e:
-      found += 1
-      assert "checkpoint_24 cannot be read" in str(e) and "from checkpoint_18" in str(e)
-    else:  # a file that nothing depends on
-      tree = checkpoints.to_tree(state, model.rules)
-      assert_same(jax.device_get(dict(flatten(tree))), whole[1])
-    gc.collect()  # what Orbax began and never awaited warns here, where warnings are expected
-  assert found >= 3
+@pytest.mark.parametrize("file", ["_METADATA", "d/*"])
+def test_a_truncated_checkpoint_is_named(file, whole, tmp_path):
+  shutil.copytree(whole[0], tmp_path, dirs_exist_ok=True)
+  state = tmp_path / "checkpoint_24/state"
+  cut = max(state.glob(file), key=lambda path: path.stat().st_size)
+  cut.write_bytes(cut.read_bytes()[: cut.stat().st_size // 2])
+  with pytest.raises(ValueError, match="checkpoint_24 cannot be read"):
+    train.train(hard(tmp_path))
+  gc.collect()  # what Orbax began and never awaited warns here, where warnings are expected
 
 
 def test_a_removal_that_is_cut_off_leaves_no_checkpoint(tmp_path, monkeypatch):
@@ -301,10 +281,8 @@ def command(*names, **macros):
 @pytest.mark.parametrize(
   "change, words",
   [
-    (dict(MODEL_DIR="/dev/null/run"), "nothing can be written"),
+    (dict(MODEL_DIR="/dev/null/run"), "Not a directory"),
     (dict(NUM_PARTITIONS=3), "NUM_PARTITIONS=3 does not divide"),
-    (dict(DECODER="beams"), "DECODER='beams'"),
-    (dict(LEARNING_RATE_FACTORS="constant * cosine"), "FACTORS='constant * cosine'"),
     (dict(SPARSE_STEPS=None, RECIPE="dense"), "SPARSE_STEPS=None"),
   ],
   ids=lambda x: next(iter(x)) if isinstance(x, dict) else "",
@@ -316,77 +294,41 @@ def test_mistakes_are_one_line(change, words, tmp_path, capsys):
   assert words in error and len(error.splitlines()) == 1, error
 
 
-@pytest.mark.parametrize("program", ["train", "evaluate", "infer"])
-def test_a_late_refusal_leaves_what_is_in_the_folder(program, tmp_path):
-  """It is seen when the folder is held; config.gin there may be the user's."""
-  (tmp_path / "config.gin").write_text("mine")
-  start = str(tmp_path / "start/checkpoint_3")
-  checkpoint.write(start, {"target": {"w": np.zeros(3, "float32")}})
-  with pytest.raises(ValueError, match="another model"):
-    if program == "train":
-      train.train(run_of(tmp_path, initial_checkpoint=start), config="theirs")
-    else:
-      getattr(train, program)(model_of(**DENSE), EVALUATION, start, str(tmp_path), "theirs")
-  assert (tmp_path / "config.gin").read_text() == "mine"
+# --- the step, loss and data ----------------------------------------------------------------------
 
 
-# --- the step ----------------------------------------------------------------------------------
-
-
-def stepped(model, microbatches=1, steps=3):
-  """Parameters and losses after some steps of sr_ste on the first batches."""
-  optimizer, key = optax.sgd(0.1), jax.random.PRNGKey(1)
-  state = model.begin(model.initial(jax.random.PRNGKey(0))[0], optimizer, 0)
-  step_of = model.train_step(optimizer, key, microbatches)
-  batches, losses = model.workload.batches(0, 0), []
-  for _ in range(steps):
-    state, sums = step_of(state, model.put(next(batches)))
-    losses.append([float(sums[name]) for name in ("loss", "z_loss", "correct", "tokens")])
-  return jax.device_get(state.params), losses
-
-
-def test_microbatches_and_devices_change_nothing():
-  (got, got_losses), (want, losses) = (
-    stepped(model_of(devices, partitions, **SR_STE), parts)
-    for devices, partitions, parts in ((1, 1, 1), (8, 2, 2))
-  )
-  np.testing.assert_allclose(got_losses, losses, rtol=1e-5)
-  jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5), got, want)
-  model = model_of(8, 2, **SR_STE)
-  specs = dict(flatten(model.shardings(model.shapes)))
-  assert specs["encoder/layers_0/mlp/wo/kernel"].spec == jax.P("model", None)
+def test_devices_that_share_weights_change_nothing():
+  optimizer, key, found = optax.sgd(0.1), jax.random.PRNGKey(0), []
+  for devices, partitions in ((1, 1), (8, 2)):
+    model = model_of(devices, partitions, **SR_STE)
+    state, step_of = (
+      model.begin(model.initial(key)[0], optimizer, 0),
+      model.train_step(optimizer, key),
+    )
+    for batch in itertools.islice(model.workload.batches(0, 0), 2):
+      state, sums = step_of(state, model.put(batch))
+    found.append(jax.device_get((state.params, sums)))
+  kernel = state.params["encoder"]["layers_0"]["mlp"]["wo"]["kernel"]
+  assert kernel.sharding.spec == jax.P("model", None)
+  near = functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5)
+  jax.tree.map(near, *found)
 
 
 def test_the_loss_is_its_definition():
-  """Smoothed cross entropy and z-loss of the targets that are no padding, written out."""
+  """Smoothed cross entropy and z-loss of the targets that are no padding, by optax."""
   workload = T5(model_of().workload.network, source_of(), label_smoothing=0.2)
   batch = next(workload.batches(0, 0))
   params = model_of().initial(jax.random.PRNGKey(0))[0]
   targets = batch["decoder_target_tokens"]
-  logits = np.asarray(workload.logits(params, batch, None), np.float64)
-  log_z = np.log(np.exp(logits).sum(-1))
-  soft = 0.2 / 383 + (0.8 - 0.2 / 383) * np.eye(384)[targets]
-  entropy = -(0.8 * np.log(0.8) + 0.2 * np.log(0.2 / 383))
-  cross = -(soft * (logits - log_z[..., None])).sum(-1) - entropy
+  logits = workload.logits(params, batch, None)
+  soft = jnp.where(jax.nn.one_hot(targets, 384, dtype=bool), 0.8, 0.2 / 383)
+  cross = optax.softmax_cross_entropy(logits, soft) + jnp.sum(soft * jnp.log(soft), -1)
+  z_loss = 1e-4 * jax.nn.logsumexp(logits, -1) ** 2
+  hits = jnp.argmax(logits, -1) == targets
   loss, sums, _ = workload.loss(params, {}, batch, None)
-  np.testing.assert_allclose(loss, (cross + 1e-4 * log_z**2)[targets > 0].sum(), rtol=1e-5)
-  np.testing.assert_allclose(sums["z_loss"], (1e-4 * log_z**2)[targets > 0].sum(), rtol=1e-5)
-  assert int(sums["correct"]) == (logits.argmax(-1) == targets)[targets > 0].sum()
-  assert int(sums["tokens"]) == (targets > 0).sum()
-
-
-# --- data and reports --------------------------------------------------------------------------
-
-
-def test_the_stream_is_a_function_of_seed_and_position():
-  def take(n, start=0, seed=0):
-    return list(itertools.islice(source_of(name="tests_mixed", pack=True).batches(seed, start), n))
-
-  whole = take(20)  # more than an epoch
-  same = lambda a, b: all((x == y).all() for x, y in zip(a.values(), b.values(), strict=True))
-  assert same(take(1, 1)[0], whole[1]) and same(take(1, 18)[0], whole[18])
-  assert not same(whole[0], whole[16]) and not same(take(1, seed=1)[0], whole[0])
-  assert "encoder_segment_ids" in whole[0]
+  got = loss, sums["z_loss"], sums["correct"], sums["tokens"]
+  want = [np.sum(x, where=targets > 0) for x in (cross + z_loss, z_loss, hits, targets > 0)]
+  np.testing.assert_allclose(got, want, rtol=1e-5)
 
 
 def noted(number, at_target, loss, **metrics):
@@ -406,21 +348,11 @@ LAST = noted(3, True, 0.5, f1=3.0, error=0.3)
     ([EARLY, FIRST, LAST], "f1", 3),
     ([EARLY, FIRST, LAST], "error", 2),
     ([EARLY], None, None),
-    ([], "f1", None),
     # A correlation of equal predictions is NaN, early on.
     ([noted(2, True, 0.5, f1=np.nan), LAST], "f1", 3),
-    ([noted(2, True, 0.5, f1=np.nan)], "f1", None),
   ],
 )
 def test_the_best_is_at_the_target_pattern_and_the_first_of_equals(rows, metric, best):
   assert evaluation.best_step(rows, metric) == best
-  if rows:
-    with pytest.raises(ValueError, match="BEST_METRIC='bleu'"):
-      evaluation.best_step(rows, "bleu")
-
-
-def test_a_line_says_the_patterns_of_a_step():
-  shapes = {x: {"kernel": jax.ShapeDtypeStruct((8, 8), "float32")} for x in ("a", "b")}
-  recipe = functools.partial(nms.recipe, "sr_ste", phases=nms.Phases(total=9, finetune=1))
-  rules = nms.Rules({"a/kernel": recipe(pattern="2:8"), "b/kernel": recipe(pattern="1:8")})
-  assert reports.sparsity(rules, shapes, 8) == "D 0  a/kernel 2:8, b/kernel 1:8  density 0.188"
+  with pytest.raises(ValueError, match="BEST_METRIC='bleu'"):
+    evaluation.best_step(rows, "bleu")

@@ -6,7 +6,6 @@ import json
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 import pytest
 import t5x_world
@@ -16,19 +15,15 @@ from t5x_world import (
   at_step,
   first_state,
   make,
-  one_initialization,  # noqa: F401  (a fixture)
   seqio,
-  t5x_adapter,
   t5x_eval,
   utils,
-  what_t5x_wants,  # noqa: F401  (a fixture)
+  world,  # noqa: F401  (a fixture)
 )
 from test_local import EVALUATION, model_of, run_of, train
-from test_t5x_checkpoints import STEP, closed_loops, dense_state, write  # noqa: F401
+from test_t5x_checkpoints import STEP, dense_state, write
 
-import nm_sparsity_jax as nms
 from nm_sparsity_jax.trainer import checkpoints
-from nm_sparsity_jax.trainer.workloads import decoding
 from nm_sparsity_jax.training import configure
 
 pytestmark = t5x_world.MARKS
@@ -44,17 +39,16 @@ def scores_in(folder):
 @pytest.fixture(scope="module")
 def ran(tmp_path_factory):
   folder = tmp_path_factory.mktemp("run")
-  periods = train.Periods(evaluate=13, report=24, metrics=None)
-  run = run_of(folder, model_of(**IDP), optimizer=optax.adamw(0.02), periods=periods)
+  periods = dict(eval_period=13, stats_period=24, metrics_every=None)
+  run = run_of(folder, model_of(**IDP), optimizer=optax.adamw(0.02), **periods)
   with jax.numpy_dtype_promotion("strict"):
     assert train.train(run) == 0
   return str(folder / "checkpoint_13")
 
 
-def evaluated_by_t5x(model, path, folder, **fields):
+def evaluated_by_t5x(model, path, folder):
   """Evaluates a checkpoint as t5x.eval does."""
   (folder / "inference_eval").mkdir(parents=True)
-  restoring = {"state_transformation_fns": (fields := dict(fields)).pop("transformations", [])}
   t5x_eval.evaluate(
     model=model,
     dataset_cfg=utils.DatasetConfig(
@@ -62,13 +56,12 @@ def evaluated_by_t5x(model, path, folder, **fields):
       batch_size=32, shuffle=False, seed=42, pack=False,
     ),
     restore_checkpoint_cfg=utils.RestoreCheckpointConfig(
-      path=path, mode="specific", dtype="float32", **restoring
+      path=path, mode="specific", dtype="float32"
     ),
     partitioner=Devices(),
     output_dir=str(folder),
     inference_evaluator_cls=functools.partial(seqio.Evaluator, logger_cls=[seqio.JSONLogger]),
     summarize_config_fn=lambda **kwargs: None,
-    **fields,
   )  # fmt: skip
 
 
@@ -87,27 +80,6 @@ def test_t5x_evaluates_a_local_checkpoint_as_a_dense_one(beams, ran, tmp_path):
   predictions = lambda f: [json.loads(x)["prediction"] for x in (f / name).read_text().splitlines()]
   assert predictions(tmp_path / "a") == predictions(tmp_path / "t5x")
   assert len(set(predictions(tmp_path / "a"))) > 3
-
-
-SPARSE = dict(
-  transformations=[t5x_adapter.require_sparse],
-  train_state_initializer_cls=t5x_adapter.SparseTrainStateInitializer,
-)
-
-
-def test_what_is_finalized_opens_with_either_model_of_t5x(ran, tmp_path):
-  """A sparse model refuses what is not finalized: it would mask effective weights once more."""
-  rules = configure.rules({"ff": None}, **IDP)
-  with pytest.raises(ValueError, match="is dense"):
-    evaluated_by_t5x(make(rules, "ours"), ran, tmp_path / "refused", **SPARSE)
-  nms.runs.finalize(ran, tmp_path, early=True)
-  path, found = str(tmp_path / "checkpoint_13"), []
-  for name, model, fields in (
-    ("dense", make(None, "ours"), {}), ("sparse", make(rules, "ours"), SPARSE),
-  ):  # fmt: skip
-    evaluated_by_t5x(model, path, tmp_path / name, **fields)
-    found.append(scores_in(tmp_path / name))
-  assert found[0] == found[1]
 
 
 @pytest.mark.parametrize("kind", ["legacy", "orbax"])
@@ -138,20 +110,3 @@ def test_a_sparse_checkpoint_of_t5x_is_evaluated(tmp_path):
   other = model_of(**IDP | dict(pattern="1:4"))
   with pytest.raises(ValueError, match=r"the rules \[ff: idp 1:8.*has \[ff: idp 1:4"):
     checkpoints.load_for_evaluation(checkpoints.opened(path, local), other)
-
-
-def test_same_beams_as_t5x_from_one_to_four():
-  """Random weights, which end at odd times."""
-  model = make(None, "ours")
-  rng = np.random.default_rng(1)
-  inputs = rng.integers(3, 300, (6, 8)).astype(np.int32)
-  shapes = model_of(**IDP).shapes
-  params = jax.tree.map(lambda x: jnp.asarray(rng.normal(size=x.shape) / 3, jnp.float32), shapes)
-  batch = {"encoder_input_tokens": inputs, "decoder_input_tokens": np.zeros((6, 9), np.int32)}
-  for beams in (1, 4):
-    predict = functools.partial(model.predict_batch_with_aux, num_decodes=beams)
-    want, aux = jax.jit(predict)(params, batch)
-    run = jax.jit(lambda p, x, n=beams: decoding.beam_search(model.module, p, x, 9, n))
-    ids, scores = run(params, inputs)
-    np.testing.assert_array_equal(ids, want)
-    np.testing.assert_allclose(scores, aux["scores"], rtol=1e-5)

@@ -1,7 +1,5 @@
 """On 8 virtual devices: the bits of one device, and no communication for whole groups."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -46,45 +44,32 @@ def collectives(compiled):
   return [kind for kind in COLLECTIVES if kind in text]
 
 
-@functools.cache
-def masks_of(pattern, is_traced):
-  """Masks of x with a known n, or with one that only the program gets."""
-  if is_traced:
-    return jax.jit(lambda x, n: magnitude_mask(x, NM(1, pattern.m), n=n))
-  return jax.jit(lambda x, n: nm_mask(x, pattern))
-
-
-def on_mesh(function, n, where, spec):
-  """Runs on the mesh; checks bits, sharding and silence."""
-  x, n = scores(), jnp.int32(n)
-  expected = function(x, n)
-  sharding = NamedSharding(where, spec)
-  program = function.lower(jax.device_put(x, sharding), n).compile()
-  mask = program(jax.device_put(x, sharding), n)
-  np.testing.assert_array_equal(np.asarray(mask), np.asarray(expected))
-  assert mask.sharding.is_equivalent_to(sharding, mask.ndim)
-  assert collectives(program) == []
-
-
-traced = pytest.mark.parametrize("is_traced", [False, True])
-
-
-@traced
-@pytest.mark.parametrize("text, spec", [("1:8", "groups"), ("64:128", "groups"), ("2:8", "both")])
-def test_same_bits_and_no_collective(text, spec, is_traced):
-  pattern = NM.parse(text)
-  on_mesh(masks_of(pattern, is_traced), pattern.n, mesh(), SPECS[spec])
-
-
-@traced
-def test_explicit_sharding_and_shard_map(is_traced):
-  """Explicit is the mode that `jax.make_mesh` gives by default: types hold the shardings."""
-  masks, both, where = masks_of(NM(2, 4), is_traced), SPECS["both"], mesh(AxisType.Explicit)
-  with jax.set_mesh(where):
-    on_mesh(masks, 2, where, both)
-  mapped = jax.shard_map(masks, mesh=mesh(), in_specs=(both, PartitionSpec()), out_specs=both)
-  got, wanted = (f(scores(), jnp.int32(2)) for f in (jax.jit(mapped), masks))
-  np.testing.assert_array_equal(got, wanted)
+@pytest.mark.parametrize("is_traced", [False, True])
+@pytest.mark.parametrize(
+  "text, spec, kind",
+  [
+    ("1:8", "groups", AxisType.Auto), ("64:128", "groups", AxisType.Auto),
+    # The mode that `jax.make_mesh` gives by default: types hold the shardings.
+    ("2:8", "both", AxisType.Explicit),
+  ],
+)  # fmt: skip
+def test_same_bits_and_no_collective(text, spec, kind, is_traced):
+  pattern, spec = NM.parse(text), SPECS[spec]
+  known, traced = (
+    lambda x, n: nm_mask(jnp.abs(x), pattern),
+    lambda x, n: magnitude_mask(x, NM(1, pattern.m), n=n),
+  )
+  masks = jax.jit(traced if is_traced else known)
+  x, n, sharding = scores(), jnp.int32(pattern.n), NamedSharding(mesh(kind), spec)
+  wanted = np.asarray(masks(x, n))
+  with jax.set_mesh(mesh(kind)):
+    cut = jax.device_put(x, sharding)
+    program = masks.lower(cut, n).compile()
+    got = program(cut, n)
+  np.testing.assert_array_equal(np.asarray(got), wanted)
+  assert got.sharding.is_equivalent_to(sharding, 2) and collectives(program) == []
+  mapped = jax.shard_map(masks, mesh=mesh(), in_specs=(spec, PartitionSpec()), out_specs=spec)
+  np.testing.assert_array_equal(jax.jit(mapped)(x, n), wanted)
 
 
 @pytest.mark.parametrize("varying", ["n", "parent"])

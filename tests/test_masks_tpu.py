@@ -10,11 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import test_every_recipe
 import test_masks_sharded
-from hypothesis import given
-from hypothesis import strategies as st
-from jax import export, lax
+from jax import export
 from jax.interpreters import mlir
 from jax.sharding import NamedSharding, PartitionSpec
 
@@ -27,67 +24,36 @@ AWKWARD = np.array([0, -0.0, 1e-40, -1e-40, 1, -1, 2, np.inf, -np.inf, np.nan], 
 KERNEL = "tpu_custom_call"
 
 
-def weights(shape, dtype, seed=0):
+def weights(shape):
   """Numbers and awkward values, half and half, so ties are common."""
-  rng = np.random.default_rng(seed)
+  rng = np.random.default_rng(0)
   awkward = rng.random(shape) < 0.5
   values = np.where(awkward, rng.choice(AWKWARD, size=shape), rng.normal(size=shape))
-  return jnp.asarray(values, jnp.float32).astype(dtype)
-
-
-@functools.cache
-def kernel(kept, axes):
-  """The kernel without a TPU, compiled once for each pattern."""
-  return jax.jit(lambda w, n, p: tpu.mask(w, n, p, axes, kept, interpret=True))
-
-
-def by_kernel(w, kept, axes, n=0, parent=None):
-  return kernel(kept, axes)(w, jnp.int32(n), parent)
-
-
-@given(st.data())  # each example compiles
-def test_bits_of_the_reference_on_any_shape_and_pattern(data):
-  """By one largest, ranks and search; on any axis, in both dtypes, n known and traced."""
-  draw = lambda *ends: data.draw(st.integers(*ends))
-  m, flag = data.draw(st.sampled_from([2, 4, 8, 9, 20, 32])), lambda: data.draw(st.booleans())
-  shape = [draw(1, 5) for _ in range(draw(1, 3))]
-  axis, n = draw(0, len(shape) - 1), data.draw(st.sampled_from([1, 2, m // 2 + 1, m]))
-  shape[axis] = m * draw(1, 6)
-  w = weights(shape, data.draw(st.sampled_from(["float32", "bfloat16"])), seed=draw(0, 99))
-  parent = weights(shape, "float32", seed=100) > 0 if flag() else None
-  got = by_kernel(w, Kept(m, None if flag() else n), (axis,), n=n, parent=parent)
-  np.testing.assert_array_equal(got, magnitude_mask(w, nms.NM(n, m), axis, parent=parent))
-
-
-@pytest.mark.parametrize("last", [None, 1, 2])
-def test_every_level_of_one_length(last):
-  w, parent = weights((64, 6), "bfloat16"), weights((64, 6), "float32", seed=1) > 0
-  for n in range(1, 9):
-    got = by_kernel(w, Kept(8, last=last), (0,), n=n, parent=parent)
-    np.testing.assert_array_equal(got, magnitude_mask(w, nms.NM(n, 8), parent=parent))
+  return jnp.asarray(values, jnp.float32)
 
 
 SHAPES = {
-  "last axis": ((6, 64), 1),
-  "last axis in blocks": ((40, 1280), 1),
-  "blocks that the rows do not fill": ((1056, 136), 0),
-  "stacked": ((3, 64, 10), 1),
-  "layers behind the groups": ((64, 3, 10), 0),
-  "heads behind the groups": ((256, 3, 10), 0),
+  "last axis": ((6, 64), (1,)),
+  "last axis in blocks": ((40, 1280), (1,)),
+  "blocks that the rows do not fill": ((1056, 136), (0,)),
+  "stacked": ((3, 64, 10), (1,)),
+  "layers behind the groups": ((64, 3, 10), (0,)),
+  "heads behind the groups": ((256, 3, 10), (0,)),
   "joint axes": ((2, 8, 8, 5), (1, 2)),
-  "a convolution": ((3, 3, 16, 8), 2),
-  "one column": ((64, 1), 0),
+  "a convolution": ((3, 3, 16, 8), (2,)),
+  "one column": ((64, 1), (0,)),
 }
 
 
 @pytest.mark.parametrize("i, name", list(enumerate(SHAPES)))
-def test_any_shape_and_axis(i, name):
+def test_any_shape_and_axis_as_it_lies_on_a_tpu(i, name):
+  """tests/test_masks.py has small ones."""
   pattern = ("1:8", "2:8", "3:16")[i % 3]
-  shape, axis = SHAPES[name]
-  w, pattern = weights(shape, "float32"), nms.NM.parse(pattern)
-  axes = axis if isinstance(axis, tuple) else (axis,)
-  got = by_kernel(w, Kept(pattern.m, pattern.n), axes)
-  np.testing.assert_array_equal(got, magnitude_mask(w, pattern, axis))
+  shape, axes = SHAPES[name]
+  w, pattern = weights(shape), nms.NM.parse(pattern)
+  kept = Kept(pattern.m, pattern.n)
+  got = jax.jit(lambda w: tpu.mask(w, jnp.int32(0), kept=kept, axes=axes, interpret=True))(w)
+  np.testing.assert_array_equal(got, magnitude_mask(w, pattern, axes))
 
 
 @pytest.fixture
@@ -95,10 +61,9 @@ def interpreted():
   """Programs for this CPU hold the kernel too, in interpret mode; a list has its calls."""
   calls = []
 
-  def run(w, *rest, kept, axes):
+  def run(*args, kept, axes):
     calls.append(kept)
-    n, parent = primitive._named(rest, kept)
-    return tpu.mask(w, jnp.asarray(n, jnp.int32), parent, axes, kept, interpret=True)
+    return tpu.mask(*args, kept=kept, axes=axes, interpret=True)
 
   def lower_by(function):
     lower = mlir.lower_fun(function, multiple_results=False)
@@ -108,39 +73,6 @@ def interpreted():
   lower_by(run)
   yield calls
   lower_by(primitive.groupwise)
-
-
-def history(recipe):
-  """A function from weights at every step to the masks of two layers, by scan, vmap and remat."""
-
-  def of_one(ws):
-    groups = nms.groups.Groups(ws.shape[1:], 0)
-    stateful = recipe.stateful
-    start = recipe.first_state(groups, ws[0]) if stateful else {}
-
-    @jax.checkpoint
-    def at(state, x):
-      step, w = x
-      if stateful:
-        state = recipe.next_state(groups, state, w, step, step - 1, w, w)
-      return state, recipe.mask(w, step, 0, state.get("mask"))
-
-    return lax.scan(at, start, (jnp.arange(1, len(ws) + 1), ws))[1]
-
-  return jax.jit(jax.vmap(of_one))
-
-
-CASES = {case.name: case.recipe for case in test_every_recipe.CASES.values()}
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_every_recipe_has_the_same_masks_by_the_kernel(name, request):
-  ws = weights((2, 24, 16, 3), "float32")
-  wanted = history(CASES[name])(ws)
-  calls = request.getfixturevalue("interpreted")
-  got = history(CASES[name])(ws)
-  np.testing.assert_array_equal(got, wanted)
-  assert bool(calls) == (name != "dense")
 
 
 @pytest.mark.parametrize("name", ["sr_ste", "sdgf_geometric", "idp"])
@@ -179,22 +111,21 @@ def test_a_program_for_a_tpu_holds_the_kernel(name):
   assert text.count(KERNEL) == (3 if name == "sdgf_geometric" else 1)
 
 
-def test_what_fits_no_block_goes_the_other_way():
-  far = jax.ShapeDtypeStruct((8192, 8), jnp.float32)
-  assert KERNEL not in for_tpu(lambda w: magnitude_mask(w, "1:8192"), far)
-  assert KERNEL in for_tpu(lambda w: magnitude_mask(w, "1:2048"), far)
-  odd = jax.ShapeDtypeStruct((7500, 256), jnp.float32)  # fills no tiles of 32 rows
-  assert KERNEL not in for_tpu(lambda w: magnitude_mask(w, "2:75"), odd)
-  half = jax.ShapeDtypeStruct((64, 8), jnp.float16)
-  assert KERNEL not in for_tpu(lambda w: magnitude_mask(w, "1:8"), half)
-
-
-def test_numbers_of_64_bits_in_other_code_change_nothing():
-  pattern = "3:16"
-  with jax.enable_x64(True):
-    assert KERNEL in for_tpu(lambda w: magnitude_mask(w, pattern), WEIGHT)
-    n = jax.ShapeDtypeStruct((), jnp.int32)
-    assert KERNEL in for_tpu(lambda w, n: magnitude_mask(w, pattern, n=n), WEIGHT, n)
+@pytest.mark.parametrize(
+  "pattern, shape, dtype, is_there",
+  [
+    ("3:16", (64, 256), "float32", True), ("1:2048", (8192, 8), "bfloat16", True),
+    ("1:8192", (8192, 8), "float32", False), ("1:8", (64, 8), "float16", False),
+    ("2:75", (7500, 256), "float32", False),  # fills no tiles of 32 rows
+  ],
+)  # fmt: skip
+@pytest.mark.parametrize("has_64_bits", [False, True])
+def test_what_fits_no_block_goes_the_other_way(pattern, shape, dtype, is_there, has_64_bits):
+  """Numbers of 64 bits in other code change nothing."""
+  with jax.enable_x64(has_64_bits):
+    mask = lambda w, n: magnitude_mask(w, pattern, n=n)
+    like = jax.ShapeDtypeStruct(shape, dtype), jax.ShapeDtypeStruct((), jnp.int32)
+    assert (KERNEL in for_tpu(mask, *like)) == is_there
 
 
 def test_shards_are_whole_in_shard_map_alone():

@@ -1,7 +1,6 @@
 """Packed weights: lossless on bits, small, and strict about what they take."""
 
 import dataclasses
-import math
 
 import jax
 import ml_dtypes
@@ -10,32 +9,25 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nm_sparsity_jax.core.groups import Groups
-from nm_sparsity_jax.core.packed import check, pack, sizes, unpack
+from nm_sparsity_jax.core.packed import check, like, pack, unpack
 from nm_sparsity_jax.core.patterns import NM
 
 FLOATS = (np.float32, ml_dtypes.bfloat16, np.float16)
 
 
-def weight(seed, shape, axis, pattern, dtype):
-  """An n:m weight of any bits: NaN, inf, subnormals and both zeros. Returns it and its groups."""
-  rng = np.random.default_rng(seed)
-  groups, kind = Groups(shape, axis), np.dtype(dtype)
-  groups = dataclasses.replace(groups, pad=-groups.length % pattern.m)
+def weight(seed, shape, pattern, dtype):
+  """An n:m weight of any bits along axis 0: NaN, inf, subnormals and both zeros."""
+  rng, kind, (depth, columns) = np.random.default_rng(seed), np.dtype(dtype), shape
   w = rng.integers(0, 256, (*shape, kind.itemsize), np.uint8).view(kind).reshape(shape)
-  split = groups.split(np.arange(w.size).reshape(shape) + 1, pattern)
-  split = split.reshape(math.prod(split.shape[:-1]), pattern.m)
-  order = rng.random(split.shape).argsort(1)
-  drop = np.where(order >= rng.integers(0, pattern.n + 1, (len(split), 1)), split, 0)
-  flat = w.reshape(-1).copy()
-  at = drop[drop > 0] - 1
-  flat[at] = np.where(rng.random(w.size) < 0.3, -0.0, 0.0).astype(kind)[at]
-  return flat.reshape(shape), groups
+  order = rng.random((-(-depth // pattern.m), pattern.m, columns)).argsort(1)
+  drop = order >= rng.integers(0, pattern.n + 1, (len(order), 1, columns))
+  zeros = np.where(rng.random(shape) < 0.3, -0.0, 0.0).astype(kind)
+  return np.where(drop.reshape(-1, columns)[:depth], zeros, w)
 
 
 def normal(seed, shape, pattern, dtype=np.float32):
   """An n:m weight along axis 0 of numbers as in a network."""
-  w, _ = weight(seed, shape, 0, NM.parse(pattern), dtype)
+  w = weight(seed, shape, NM.parse(pattern), dtype)
   return np.where(w == 0, w, np.random.default_rng(seed).standard_normal(shape).astype(dtype))
 
 
@@ -46,34 +38,23 @@ def bits_of(x):
   return raw
 
 
-def assert_packed_alike(got, want):
-  for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
-    assert one.dtype == other.dtype and one.tobytes() == other.tobytes()
-
-
-def as_matrix(w, groups):
-  """(depth, features) as `pack` reads it, by numpy's own transposition."""
-  axes = groups.axes
-  rest = [a for a in groups.order if a not in axes]
-  return w.transpose(*axes, *rest).reshape(groups.length, math.prod(w.shape[a] for a in rest))
-
-
 @pytest.mark.parametrize("pattern", ["1:1", "2:4", "1:5", "7:16", "3:32", "256:256"])
 @given(
   seed=st.integers(0, 2**32 - 1),
-  shape=st.sampled_from([(37, 5), (8, 1), (5, 7, 3), (4, 3, 6), (2, 3, 4, 5), (300, 2), (0, 3)]),
+  shape=st.sampled_from([(37, 5), (8, 1), (300, 2), (0, 3)]),
   kind=st.sampled_from(FLOATS),
-  data=st.data(),
 )
-def test_unpack_gives_the_same_bits(pattern, seed, shape, kind, data):
+def test_unpack_gives_the_same_bits(pattern, seed, shape, kind):
   pattern = NM.parse(pattern)
-  several = [(0, 1), (0, 2)] if len(shape) > 2 else []
-  axis = data.draw(st.sampled_from([*range(len(shape)), *several]))
-  w, groups = weight(seed, shape, axis, pattern, kind)
-  packed = pack(w, pattern, groups)
+  w = weight(seed, shape, pattern, kind)
+  packed = pack(w, pattern)
   check(packed)
-  np.testing.assert_array_equal(bits_of(unpack(packed)), bits_of(as_matrix(w, groups)))
-  assert_packed_alike(pack(unpack(packed), pattern), packed)
+  np.testing.assert_array_equal(bits_of(unpack(packed)), bits_of(w))
+  again, form = pack(unpack(packed), pattern), like(pattern, shape, kind)
+  assert jax.tree.structure(form) == jax.tree.structure(packed) and form.nbytes == packed.nbytes
+  for one, other, due in zip(*map(jax.tree.leaves, (again, packed, form)), strict=True):
+    assert one.dtype == other.dtype == due.dtype and one.shape == due.shape
+    assert one.tobytes() == other.tobytes()
 
 
 def test_minus_zero_comes_first_then_the_lowest_free_place():
@@ -120,7 +101,6 @@ def changed(packed, **fields):
   "call, word",
   [
     (lambda: pack(BAD, NM(2, 4), name="wi"), r"'wi' is not 2:4 along axis 0: 3 .* at \(4, 1\)"),
-    (lambda: pack(BAD.reshape(2, 4, 3), NM(2, 8), Groups((2, 4, 3), (0, 1))), r"at \(0, 0, 1\)"),
     (lambda: pack(MATRIX, NM(1, 257)), "at most 256"),
     (lambda: pack(MATRIX, NM(1, 4), dtype=np.int16), "int16"),
     (lambda: pack(MATRIX + np.inf, NM(4, 4), dtype="int8"), "beyond the range of int8"),
@@ -142,5 +122,4 @@ def test_what_does_not_fit_is_named(call, word):
 )
 def test_bytes_of_a_weight(pattern, kind, due):
   w = np.zeros((768, 256), np.float32)
-  found = sizes(pack(w, NM.parse(pattern), dtype=kind))
-  assert found.total / w.size == due and found.ratio > 1
+  assert pack(w, NM.parse(pattern), dtype=kind).nbytes / w.size == due

@@ -1,7 +1,6 @@
 """Packed files: the same bits back, and no file that the kernels cannot trust."""
 
 import json
-import os
 
 import jax
 import jax.numpy as jnp
@@ -12,9 +11,8 @@ import test_packed
 import nm_sparsity_jax as nms
 from nm_sparsity_jax.core import packed
 from nm_sparsity_jax.core.packed import NMPacked
-from nm_sparsity_jax.core.trees import nested
+from nm_sparsity_jax.core.trees import flatten, nested
 from nm_sparsity_jax.deploy import inference_tree, packed_file, safetensors_file
-from nm_sparsity_jax.deploy.packed_file import Opened
 from nm_sparsity_jax.training import rules_text
 
 WIDE, TWO, PAD = (f"params/{name}/kernel" for name in ("wide", "two", "padded"))
@@ -37,7 +35,7 @@ def arrays_of(dtype=np.float32, any_bits=True):
   made = {}
   for i, (name, (shape, pattern)) in enumerate(KERNELS.items()):
     if any_bits:
-      made[name], _ = test_packed.weight(i, shape, 0, nms.NM.parse(pattern), dtype)
+      made[name] = test_packed.weight(i, shape, nms.NM.parse(pattern), dtype)
     else:
       made[name] = test_packed.normal(i, shape, pattern, dtype)
   made["params/wide/bias"] = np.arange(5, dtype=dtype)
@@ -51,22 +49,24 @@ def written(tmp_path, arrays=None, dtype=None):
   return path, report
 
 
-def kernels_of(opened):
-  return {name: x for name, x in opened.leaves.items() if isinstance(x, NMPacked)}
+def leaves_of(path):
+  """name -> packed kernel or array."""
+  return dict(flatten(packed_file.read(path)[0], lambda x: isinstance(x, NMPacked)))
 
 
 @pytest.mark.parametrize("dtype", test_packed.FLOATS)
 def test_the_same_bits_come_back(dtype, tmp_path):
   arrays = arrays_of(dtype)
   path, report = written(tmp_path, arrays)
-  opened = Opened(path)
-  assert set(opened.leaves) == set(arrays) and set(kernels_of(opened)) == set(KERNELS)
-  assert rules_text.parse(opened.rules) == RULES
+  assert rules_text.parse(packed_file.read(path)[1]) == RULES
+  leaves = leaves_of(path)
+  assert set(leaves) == set(arrays)
+  assert {name for name, x in leaves.items() if isinstance(x, NMPacked)} == set(KERNELS)
   for name, x in arrays.items():
-    back, leaf = opened.array(name), opened.leaves[name]
-    assert (leaf.shape, leaf.dtype) == (x.shape, x.dtype) == (back.shape, back.dtype)
+    back = packed.unpack(leaves[name]) if name in KERNELS else leaves[name]
+    assert (back.shape, back.dtype) == (x.shape, x.dtype)
     np.testing.assert_array_equal(test_packed.bits_of(back), test_packed.bits_of(x), err_msg=name)
-  held = [x.nbytes for name in opened.leaves for x in jax.tree.leaves(opened.leaf(name))]
+  held = [x.nbytes for leaf in leaves.values() for x in jax.tree.leaves(leaf)]
   assert report.total == sum(held) - arrays["batch_stats/bn/mean"].nbytes
 
 
@@ -74,57 +74,23 @@ def test_the_same_bits_come_back(dtype, tmp_path):
 def test_values_of_another_dtype_are_those_of_pack(dtype, tmp_path):
   arrays = arrays_of(any_bits=False)
   path, report = written(tmp_path, arrays, dtype)
-  opened = Opened(path)
-  for name, kernel in kernels_of(opened).items():
-    want = packed.pack(arrays[name], kernel.pattern, dtype=dtype)
-    got = opened.leaf(name)
-    test_packed.assert_packed_alike(got, want)
-    np.testing.assert_array_equal(opened.array(name), packed.unpack(want))
-    assert kernel.dtype == ("float32" if dtype == "int8" else dtype)
-  assert opened.leaves["params/wide/bias"].dtype == "float32"  # no kernel
+  leaves = leaves_of(path)
+  for name in KERNELS:
+    want = packed.pack(arrays[name], leaves[name].pattern, dtype=dtype)
+    jax.tree.map(np.testing.assert_array_equal, leaves[name], want)
+  assert leaves["params/wide/bias"].dtype == "float32"  # no kernel
   # Eight weights are one value and one nibble; a column of int8 has a scale.
   column = 8 * np.dtype(dtype).itemsize + 4 + 4 * (dtype == "int8")
-  assert report.packed["wide/kernel"] == inference_tree.Kernel("1:8", 320, 5 * column, 320 * 4)
+  assert report.packed["wide/kernel"] == inference_tree.Kernel("1:8", 5 * column, 320 * 4)
 
 
 def test_a_network_takes_what_is_read(tmp_path):
   path, _ = written(tmp_path, arrays_of(any_bits=False))
-  tree = packed_file.read(path)
-  assert set(tree) == {"params", "batch_stats"}
-  wide = tree["params"]["wide"]
-  assert isinstance(wide["kernel"], NMPacked)
+  wide = packed_file.read(path)[0]["params"]["wide"]
   x = np.ones((2, 64), np.float32)
   y = nms.layers.Dense(5).apply({"params": inference_tree.prepare(wide, 2)}, jnp.asarray(x))
-  want = x @ Opened(path).array(WIDE) + wide["bias"]
+  want = x @ packed.unpack(wide["kernel"]) + wide["bias"]
   np.testing.assert_allclose(np.asarray(y), want, rtol=1e-5, atol=1e-5)
-
-
-def test_what_cannot_be_packed_leaves_no_file(tmp_path):
-  arrays = arrays_of()
-  arrays[TWO][8:12, 3] = 1
-  table = {"params": {"embed": {"embedding": np.zeros((8, 4), np.float32)}}}
-  of_table = nms.Rules({"embed.*": recipe("1:4")}, {"embed.*": 0})
-  for tree, rules, word in (
-    (nested(arrays), RULES, r"'two/kernel' is not 2:4"),
-    (table, of_table, "nothing would be packed"),
-  ):
-    with pytest.raises(ValueError, match=word):
-      packed_file.write(tmp_path / "a", tree, rules)
-  assert os.listdir(tmp_path) == []
-
-
-def test_padding_for_a_longer_level_is_not_in_the_file(tmp_path):
-  """The axis is padded to 32 for its first level, and the target 1:4 needs 20."""
-  path = ((0, "8:32", 0.0), (5, "1:4", 0.0))
-  longer = nms.recipe("custom", pattern="1:4", phases=nms.Phases(total=9), path=path)
-  rules = nms.Rules({"a/kernel": longer}, indivisible="pad")
-  w = np.zeros((18, 6), np.float32)
-  w[::4] = 1
-  assert rules.assign({"a/kernel": w}).places["a/kernel"].groups.pad == 14
-  packed_file.write(tmp_path / "a", {"params": {"a": {"kernel": w}}}, rules)
-  opened = Opened(tmp_path / "a")
-  np.testing.assert_array_equal(opened.array("params/a/kernel"), w)
-  assert opened.leaf("params/a/kernel").values.shape == (5, 6)
 
 
 # --- what is refused ----------------------------------------------------------------------------
@@ -138,38 +104,29 @@ def says(**changes):
   return lambda tensors, header: header["packed"][WIDE].update(changes)
 
 
-# What is wrong -> (how the tensors and the header change, the kernel that is read, a word).
+# What is wrong -> (how the tensors and the header change, a word).
 WRONG = {
-  "another version": (lambda tensors, header: header.update(version=1), WIDE, "version"),
-  "no rules": (lambda tensors, header: header.pop("rules"), WIDE, "rules"),
-  "a key too few": (lambda tensors, header: header["packed"][WIDE].pop("m"), WIDE, "'m'"),
-  "another depth": (says(depth=72), WIDE, "do not fit 1:8"),
-  "another n": (says(n=2), WIDE, "do not fit 2:8"),
-  "no indices": (lambda tensors, header: tensors.pop(f"{WIDE}.nm_indices"), WIDE, "do not fit"),
-  "no values": (lambda tensors, header: tensors.pop(f"{WIDE}.nm_values"), WIDE, "damaged"),
-  "an index beyond its group": (put(f"{PAD}.nm_indices", (0, 0), 32), PAD, "an index of 32"),
-  "an index twice": (put(f"{TWO}.nm_indices", (0, 0), 0b01_01), TWO, "do not ascend"),
+  "another version": (lambda tensors, header: header.update(version=1), "version"),
+  "no rules": (lambda tensors, header: header.pop("rules"), "rules"),
+  "another depth": (says(depth=72), "do not fit 1:8"),
+  "another n": (says(n=2), "do not fit 2:8"),
+  "no values": (lambda tensors, header: tensors.pop(f"{WIDE}.nm_values"), "damaged"),
+  "an index beyond its group": (put(f"{PAD}.nm_indices", (0, 0), 32), "an index of 32"),
+  "an index twice": (put(f"{TWO}.nm_indices", (0, 0), 0b01_01), "do not ascend"),
 }
 
 
 @pytest.mark.parametrize("what", WRONG)
 def test_what_pack_cannot_have_made_is_one_sentence(what, tmp_path):
-  change, name, word = WRONG[what]
+  change, word = WRONG[what]
   path, _ = written(tmp_path, arrays_of(any_bits=False))
   file = safetensors_file.Opened(path)
   tensors = {name: np.asarray(x) for name, x in file.tensors.items()}
   header = json.loads(file.metadata["nm_sparsity_jax"])
+  assert header["packed"][PAD] == dict(n=3, m=32, depth=37)  # as documented
   change(tensors, header)
   path.unlink()
   safetensors_file.write(path, tensors, {"nm_sparsity_jax": json.dumps(header)})
   with pytest.raises(ValueError, match=word) as e:
-    Opened(path).leaf(name)
+    packed_file.read(path)
   assert str(path) in str(e.value) and "\n" not in str(e.value)
-
-
-def test_the_header_is_read_alone_and_is_as_documented(tmp_path, monkeypatch):
-  path, _ = written(tmp_path)
-  monkeypatch.setattr(safetensors_file.Lazy, "__array__", lambda *_: pytest.fail("it was read"))
-  assert Opened(path).leaves[WIDE].shape == (64, 5)
-  header = json.loads(safetensors_file.Opened(path).metadata["nm_sparsity_jax"])
-  assert header["packed"][PAD] == dict(n=3, m=32, depth=37)

@@ -2,7 +2,6 @@
 
 import dataclasses
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -16,7 +15,6 @@ from nm_sparsity_jax.training import configure, rules_text
 
 PHASES = nms.Phases(total=100, dense=10, finetune=20)
 PATH = ((10, "4:8", 1.0), (40, "1:8", 0.5))
-SPARSE = [name for name in RECIPES if name != "dense"]
 
 
 def make(name, pattern="1:8", phases=PHASES, **fields):
@@ -39,7 +37,7 @@ def test_one_set_of_settings_makes_every_recipe(name):
 @pytest.mark.parametrize(
   "name, fields, word",
   [
-    ("mdgf_exp", {}, "Choose one of: dense, one_shot.*Did you mean 'mdgf_exponential'"),
+    ("mdgf_exp", {}, "Choose one of: dense, one_shot"),
     ("sr_ste", {"phases": 100}, "phases=100"),
     ("sr_ste", {"pattern": "1;8"}, "1;8"),
     ("mdgf_linear", {"beta": 0.0}, "beta=0.0"),
@@ -59,41 +57,12 @@ def test_a_wrong_field_is_named(name, fields, word):
     make(name, **fields)
 
 
-@pytest.mark.parametrize("name", SPARSE)
-def test_a_step_is_one_whole_number_and_a_stored_mask_is_given(name):
-  recipe, w = make(name), jnp.ones((8, 2))
-  keep = jnp.ones(w.shape, bool) if recipe.stateful else None
-  for step in (12.0, True, jnp.arange(2), -1):
-    with pytest.raises(ValueError, match="step"):
-      recipe.effective(w, step, 0, keep)
-  with pytest.raises(ValueError, match="step"):
-    jax.jit(recipe.decay)(12.0)
-  if recipe.stateful:
-    with pytest.raises(ValueError, match="no mask was given"):
-      recipe.effective(w, jnp.int32(0))
-
-
-@pytest.mark.parametrize(
-  "name, fields, first",
-  [
-    ("mdgf_linear", {}, 70),  # D = 0 at 70 % of the steps
-    ("mdgf_exponential", {}, 80),
-    ("sdgf_stepwise", {}, 62),
-    ("custom", {"path": ((20, "1:8", 1.0), (30, "1:8", 0.0))}, 30),
-  ],
-)
-def test_when_the_target_holds_for_good(name, fields, first):
-  assert make(name, **fields).target_from(16) == first
-
-
 # --- recipes of a user ----------------------------------------------------------------------------
 
 
-def defined(name, fields=("pattern", "phases"), called="Other", frozen=True):
+def defined(name, called="Other"):
   """A class as a module defines it, anew with each call."""
-  return dataclasses.make_dataclass(
-    called, fields, bases=(nms.Recipe,), frozen=frozen, kw_only=True, namespace={"name": name}
-  )
+  return type(called, (nms.Recipe,), {"name": name})
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -101,15 +70,12 @@ class Halving(nms.Recipe):
   """D halves at the middle of the sparsify phase; what is deployed is `scale` times the weight."""
 
   name = "halving"
-  pattern: nms.NM
-  phases: nms.Phases
   scale: float
 
   @property
   def curve(self):
-    middle = self.phases.dense + self.phases.sparsify // 2
-    ends = (self.phases.finetune_start, 0.0)
-    return schedules.piecewise([(self.phases.dense, 1.0), (middle, 0.5), ends], self.phases.dense)
+    whole = self.phases.sparsify
+    return schedules.piecewise((0, 1.0), (whole // 2, 0.5), (whole, 0.0))
 
   def final(self, w, groups, state=None):
     return super().final(w, groups, state) * w.dtype.type(self.scale)
@@ -151,7 +117,6 @@ def test_a_name_is_taken_once_by_a_frozen_dataclass():
   recipes.register(defined("mine"))
   again = defined("mine")  # a cell of a notebook, or importlib.reload
   assert recipes.register(again) is again is RECIPES["mine"]
-  taken = defined("mine", called="Third")
-  for cls in (taken, nms.NM, defined("a b"), defined("a", ()), defined("a", frozen=False)):
+  for cls in (defined("mine", called="Third"), nms.NM, defined("a b"), defined(None)):
     with pytest.raises(ValueError, match="register.*give"):
       recipes.register(cls)

@@ -1,14 +1,12 @@
 """Places by name: what each family calls its kernels, and what others read of it."""
 
-import functools
+import re
 
-import jax
-import jax.numpy as jnp
 import pytest
+import test_vision_models as images
 
 import nm_sparsity_jax as nms
 from nm_sparsity_jax.core import trees
-from nm_sparsity_jax.models import resnet, swin, vit
 from nm_sparsity_jax.training import roles
 
 RECIPE = nms.recipe("sr_ste", pattern="1:4", phases=nms.Phases(total=8))
@@ -52,15 +50,6 @@ PROJECTS = {
 }  # fmt: skip
 
 
-@pytest.fixture
-def families():
-  """The vocabulary, put back afterwards."""
-  before = dict(roles.registry._families)
-  yield
-  roles.registry._families.clear()
-  roles.registry._families.update(before)
-
-
 def kernels_of(project):
   """path -> its role."""
   table = PROJECTS[project]
@@ -83,41 +72,26 @@ def test_a_role_names_its_kernels_and_what_no_role_names_stays_dense(project):
       }
 
 
-@pytest.mark.parametrize("place", ["encoder/ff", "self/k", "decoder/cross/q", "cross/decoder/q"])
-def test_words_narrow_a_role(place):
-  *words, role = place.split("/")
-  find = nms.Rules({place: RECIPE}).find
-  for path, own in kernels_of("T5X").items():
-    kinds = {path.split("/")[0], "cross" if "encoder_decoder" in path else "self"}
-    assert bool(find(path)) == (own == role and {*words} <= kinds), path
-
-
 def test_the_networks_here_have_one_role_for_each_kernel():
-  for module, network in (vit, vit.ViT), (swin, swin.Swin), (resnet, resnet.ResNet):
-    sizes = module.config(next(iter(module.CONFIGS)))
-    images = jnp.zeros((1, sizes.image_size, sizes.image_size, 3))
-    make = functools.partial(network(sizes).init, train=False)
-    for path, _ in trees.flatten(jax.eval_shape(make, jax.random.key(0), images)["params"]):
-      named = {role for f in roles.registry._families.values() if (role := f.role(path))}
-      assert len(named) == (path.endswith("/kernel") and "cpb_mlp" not in path), path
+  for name in images.FAMILIES:
+    for path, _ in trees.flatten(images.shapes_of(images.network(name))["params"]):
+      named = [role for words, _ in roles._families.values() for role, regex in words.items()
+               if re.fullmatch(regex, path)]  # fmt: skip
+      assert len({*named}) == (path.endswith("/kernel") and "cpb_mlp" not in path), path
 
 
-@pytest.mark.usefixtures("families")
-def test_a_family_from_outside_adds_to_the_vocabulary():
+def test_a_family_from_outside_adds_to_the_vocabulary(monkeypatch):
+  monkeypatch.setattr(roles, "_families", {**roles._families})
   paths = ("block_0/fc1/kernel", "block_0/mix/kernel", "block_7/fc1/kernel", "mlp/wi/kernel")
-  named = lambda place, **kw: [p for p in paths if nms.Rules({place: RECIPE}, **kw).find(p)]
+  named = lambda place: [p for p in paths if nms.Rules({place: RECIPE}).find(p)]
   assert named("ff") == [paths[3]] and named("mix") == []
   own = {"ff": r"(.*/)?fc\d/kernel", "mix": r"(.*/)?mix/kernel"}
   # A word that narrows here is a role of vision models, too.
-  narrow = {"late": r"block_[5-9]/.*", "head": r"(.*/)?block_7/.*"}
-  roles.register(roles.Family(name="own", roles=own, narrow=narrow))
+  narrow = {"head": r"(.*/)?block_7/.*"}
+  roles.register("own", own, narrow)
   assert named("ff") == [paths[i] for i in (0, 2, 3)] and named("mix") == [paths[1]]
-  assert named("late/ff") == named("head/ff") == [paths[2]]
-  assert nms.Rules({"head": RECIPE}).find("head/kernel")
-  # A role of rules stands in place of what families call so, also in 'qk'.
-  assert named("ff", roles={"ff": "mlp/.*"}) == [paths[3]]
-  assert named("qk", roles={"q": ".*fc1/.*", "k": ".*mix/.*"}) == [*paths[:3]]
-  roles.register(roles.Family(name="own", roles={"ff": "b/kernel"}))  # a cell that ran again
+  assert named("head/ff") == [paths[2]] and nms.Rules({"head": RECIPE}).find("head/kernel")
+  roles.register("own", {"ff": "b/kernel"})  # a cell that ran again
   assert "mix" not in roles.regexes() and roles.role_of("b/kernel") == "ff"
   with pytest.raises(ValueError, match="not a regular"):
-    roles.register(roles.Family(name="a", roles={"b": "("}))
+    roles.register("a", {"b": "("})

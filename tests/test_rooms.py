@@ -32,31 +32,30 @@ MODULES = {words for words, *_ in FILES}
 
 
 def imported(tree):
-  """(name in this file, words below the package) of everything of ours that a file imports."""
+  """name in this file -> words below the package, of everything of ours that a file imports."""
+  names = {}
   for node in ast.walk(tree):
     if isinstance(node, ast.Import | ast.ImportFrom):
+      assert not getattr(node, "level", 0), "relative imports hide which room is meant"
+      above = f"{node.module}." if isinstance(node, ast.ImportFrom) else ""
       for alias in node.names:
-        if isinstance(node, ast.ImportFrom):
-          assert not node.level, "relative imports hide which room is meant"
-          first, *rest = f"{node.module}.{alias.name}".split(".")
-        else:
-          first, *rest = alias.name.split(".")
+        first, *rest = f"{above}{alias.name}".split(".")
         if first in ("nm_sparsity_jax", "t5x_tasks"):
-          yield alias.asname or alias.name, tuple(rest if first != "t5x_tasks" else [first, *rest])
+          words = rest if first == "nm_sparsity_jax" else (first, *rest)
+          names[alias.asname or alias.name] = tuple(words)
+  return names
 
 
-def imports():
-  """(module, file, words of the name) of each import of ours."""
-  for module, file, tree in FILES:
-    for _, words in imported(tree):
-      yield module, file, words
+IMPORTS = [
+  (module, file, words) for module, file, tree in FILES for words in imported(tree).values()
+]
 
 
 def test_imports_point_one_way():
   assert {module[0] for module, *_ in FILES} == {*ORDER, "t5x_tasks"}, "name the room in ORDER"
   upward = [
     f"{file}: {'.'.join(words)}"
-    for module, file, words in imports()
+    for module, file, words in IMPORTS
     if words and words[0] in ORDER and module[0] in ORDER
     if ORDER.index(words[0]) > ORDER.index(module[0])
   ]
@@ -65,7 +64,7 @@ def test_imports_point_one_way():
 
 def test_no_file_imports_itself_through_others():
   edges = {}
-  for module, _, words in imports():
+  for module, _, words in IMPORTS:
     while words and words not in MODULES:
       words = words[:-1]
     # A package imports its modules, and they each other, but none of them the package.
@@ -74,24 +73,23 @@ def test_no_file_imports_itself_through_others():
   graphlib.TopologicalSorter(edges).prepare()  # raises where there is a circle
 
 
-def is_foreign(words, module):
-  """Whether a name has a private word that belongs to a part of a room that `module` is not in."""
-  private = [i for i, w in enumerate(words) if re.match(r"_[^_]", w) and w != "_version"]
-  owner = words[: min(private[0], 2)] if private else ()
-  return owner != module[: len(owner)]
-
-
 def test_nothing_private_is_used_by_another_room():
   """A part of a room is a folder of it, or a module."""
   found = []
   for module, file, tree in FILES:
-    names = dict(imported(tree))
-    found += [f"{file}: {'.'.join(words)}" for words in names.values() if is_foreign(words, module)]
-    for node in ast.walk(tree):  # through its module
-      if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
-        words = (*names.get(node.value.id, ()), node.attr)
-        if words[1:] and is_foreign(words, module):
-          found.append(f"{file}:{node.lineno}: {'.'.join(words)}")
+    names = imported(tree)
+    reached = [
+      (*names[node.value.id], node.attr)
+      for node in ast.walk(tree)
+      if isinstance(node, ast.Attribute)
+      and isinstance(node.value, ast.Name)
+      and names.get(node.value.id)
+    ]
+    for words in (*names.values(), *reached):
+      private = [i for i, w in enumerate(words) if re.match(r"_[^_]", w) and w != "_version"]
+      owner = words[: min(private[0], 2)] if private else ()
+      if owner != module[: len(owner)]:
+        found.append(f"{file}: {'.'.join(words)}")
   assert not found
 
 

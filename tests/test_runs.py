@@ -1,12 +1,11 @@
 """What a run's folder holds: checkpoints by name, whole files, settings, one process, signals."""
 
-import json
 import math
 import os
 import signal
 import subprocess
 import sys
-import threading
+from unittest import mock
 
 import pytest
 
@@ -43,14 +42,6 @@ def test_the_newest_is_of_the_highest_number_and_half_ones_do_not_count(tmp_path
     reader.read(str(tmp_path / "checkpoint_x"))
 
 
-def test_a_run_is_done_when_its_last_step_is_evaluated_and_saved(tmp_path):
-  checkpoint(tmp_path, 10)
-  assert not folders.is_done(tmp_path, 10)
-  noted = [{"step": step, "loss": {"a": 1.0}} for step in (10, 20)]
-  (tmp_path / "evaluations.json").write_text(json.dumps(noted))
-  assert folders.is_done(tmp_path, 10) and not folders.is_done(tmp_path, 20)  # not saved
-
-
 # --- what was trained ---------------------------------------------------------------------------
 
 
@@ -74,7 +65,7 @@ def test_the_rules_are_those_of_the_macros_where_no_checkpoint_tells(tmp_path):
   assert nms.runs.rules_of(str(tmp_path)) == want
   assert nms.runs.read_settings(tmp_path) == written
   (tmp_path / "config.gin").write_text("RECIPE = 'sr_ste'\nRECIPE_FIELDS = %FIELDS\n")
-  with pytest.raises(ValueError, match="RECIPE_FIELDS .*%FIELDS"):
+  with pytest.raises(ValueError, match="RECIPE_FIELDS"):
     nms.runs.rules_of(tmp_path)
 
 
@@ -97,12 +88,10 @@ def test_the_target_holds_from_the_dense_phase_on_where_nothing_comes_between(re
   [
     (1, True, [("x", "1", "True")]),
     (math.nan, math.nan, []),
-    ([1, 2], [1, 3], [("x[1]", "2", "3")]),
-    ({"a": 1, "b": 2}, {"b": 2, "a": 1}, []),
-    ({"a": 1}, {"b": 1}, [("x.a", "1", "not set"), ("x.b", "not set", "1")]),
+    ([1, 2], [1, 3], [("x/1", "2", "3")]),
+    ({"a": 1}, {"b": 1}, [("x/a", "1", "not set"), ("x/b", "not set", "1")]),
     ({"": "F", "a": 1}, {"": "G", "b": 1}, [("x", "'F'", "'G'")]),
-    ({"": "F", "a": [{"": "G", "b": 1}]}, {"": "F", "a": [{"": "G"}]},
-     [("x.a[0].b", "1", "not set")]),
+    ({"a": None, "b": []}, {"a": None, "b": 2}, [("x/b", "[]", "2")]),
   ],
 )  # fmt: skip
 def test_differences_name_the_innermost(old, new, found):
@@ -111,16 +100,15 @@ def test_differences_name_the_innermost(old, new, found):
 
 def test_a_run_with_checkpoints_keeps_its_settings(tmp_path):
   first, other = {"seed": 0, "model": {"": "M", "size": 8}}, {"seed": 3, "model": {"": "M"}}
-  settings.agree(tmp_path, first)
-  settings.agree(tmp_path, other)  # there is no checkpoint yet: it may begin anew
-  settings.agree(tmp_path, first)
+  settings.refuse_changed(tmp_path, other)  # there is no checkpoint yet: it may begin anew
+  settings.write(tmp_path, first)
   checkpoint(tmp_path, 3)
-  settings.agree(tmp_path, first)
-  with pytest.raises(ValueError, match="model.size was 8, and is not set; seed was 0, and is 3"):
-    settings.agree(tmp_path, other)
+  settings.refuse_changed(tmp_path, first)
+  with pytest.raises(ValueError, match="model/size was 8, and is not set; seed was 0, and is 3"):
+    settings.refuse_changed(tmp_path, other)
   (tmp_path / "settings.json").unlink()
   with pytest.raises(ValueError, match="another program"):
-    settings.agree(tmp_path, first)
+    settings.refuse_changed(tmp_path, first)
 
 
 # --- whole or not at all ------------------------------------------------------------------------
@@ -145,18 +133,7 @@ def test_a_kill_in_the_middle_leaves_the_file_before(tmp_path):
     child.kill()
   assert path.read_text() == "one"
   files.write_atomically(path, b"two")  # takes what the kill left
-  with pytest.raises(KeyboardInterrupt), files.whole_file(path) as unfinished:
-    unfinished.write_text("three")
-    raise KeyboardInterrupt
   assert path.read_text() == "two" and [p.name for p in tmp_path.iterdir()] == [path.name]
-
-
-def test_where_nothing_can_be_written_is_said(tmp_path):
-  (tmp_path / "file").write_text("")
-  files.check_folder("OUT", tmp_path / "new/deep")
-  with pytest.raises(ValueError, match="OUT: nothing can be written"):
-    files.check_folder("OUT", tmp_path / "file/deep")
-  assert [p.name for p in tmp_path.iterdir()] == ["file"]
 
 
 # --- one process at a time ----------------------------------------------------------------------
@@ -164,22 +141,19 @@ def test_where_nothing_can_be_written_is_said(tmp_path):
 
 def test_a_child_that_inherits_the_lock_holds_it_and_a_kill_ends_it(tmp_path):
   def refused():
-    with pytest.raises(ValueError) as error, lock.hold(tmp_path, "held by {}".format):
+    with pytest.raises(ValueError, match="another process"), lock.hold(tmp_path):
       pass
-    return str(error.value)
 
   command = [sys.executable, "-c", "import time; time.sleep(60)"]
-  with lock.hold(tmp_path, str) as held:
-    held.note("a longer one")
-    child = subprocess.Popen(command, pass_fds=[held.fileno()])
-    held.note(child.pid)
-    assert refused() == f"held by {child.pid}"
+  with lock.hold(tmp_path) as held:
+    child = subprocess.Popen(command, pass_fds=[held])
+    refused()
   try:
-    assert refused() == f"held by {child.pid}"
+    refused()
   finally:
     child.kill()
     child.wait()
-  with lock.hold(tmp_path, str):
+  with lock.hold(tmp_path):
     pass
 
 
@@ -201,28 +175,14 @@ def test_the_first_signal_is_noted_and_a_second_ctrl_c_interrupts():
     with pytest.raises(KeyboardInterrupt):
       send(signal.SIGINT)
   assert handlers() == before
-  thread = threading.Thread(target=signals.Signals().__enter__)  # no handlers are allowed there
-  thread.start()
-  thread.join()
-  assert handlers() == before
 
 
-class Child:
-  def __init__(self):
-    self.said = []
-    self.terminate = lambda: self.said.append("terminate")
-    self.kill = lambda: self.said.append("kill")
-
-
-def test_a_relay_passes_signals_to_the_child_of_the_moment():
-  first, second = Child(), Child()
-  with signals.Relay() as stop:
-    with stop.to(first):
-      pass
-    send(signal.SIGINT)  # between two
-    with stop.to(second):
-      assert second.said == ["terminate"]
-      send(signal.SIGTERM, signal.SIGINT)
-    send(signal.SIGINT)  # nobody is there
-  assert not first.said and second.said == ["terminate", "terminate", "kill"]
-  assert stop.name == "SIGINT"
+def test_signals_are_passed_to_the_child_of_the_moment():
+  first, second = mock.Mock(), mock.Mock()
+  with signals.Signals() as stop:
+    stop.relay(first)
+    send(signal.SIGINT)
+    stop.relay(second)
+    send(signal.SIGTERM, signal.SIGINT)
+  assert first.mock_calls == [mock.call.terminate()] and stop.name == "SIGINT"
+  assert second.mock_calls == [mock.call.terminate(), mock.call.terminate(), mock.call.kill()]

@@ -11,7 +11,7 @@ import safetensors.numpy as library
 from nm_sparsity_jax.deploy import safetensors_file
 from nm_sparsity_jax.deploy.safetensors_file import Opened
 
-DTYPES = ("float32", "bfloat16", "float16", "float64", "int8", "uint8", "uint16", "int64", "bool")
+DTYPES = ("float32", "bfloat16", "float16", "int8", "uint16", "bool")
 A = np.arange(6, dtype=np.float32).reshape(2, 3)
 
 
@@ -54,9 +54,8 @@ def test_what_is_no_safetensors_file_is_one_sentence(name, content, word, tmp_pa
 def test_a_failure_leaves_no_file_and_what_is_there_stays(tmp_path, monkeypatch):
   safetensors_file.write(tmp_path / "a", {"a": A})
   before = (tmp_path / "a").read_bytes()
-  for path, word in (("a", "is there already"), ("a/b", "could not be written")):
-    with pytest.raises(ValueError, match=word):
-      safetensors_file.write(tmp_path / path, {"a": A + 1})
+  with pytest.raises(ValueError, match="is there already"):
+    safetensors_file.write(tmp_path / "a", {"a": A + 1})
 
   def stopped(tensors, path, metadata):
     pathlib.Path(path).write_bytes(b"half of it")

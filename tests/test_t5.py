@@ -1,4 +1,7 @@
-"""T5: T5X's tree held as text, rules, remat. test_t5_t5x.py compares its numbers."""
+"""T5: sizes, remat, mistakes, and the decoding of `start` and `step`.
+
+test_t5_t5x.py compares its tree and numbers with those of T5X.
+"""
 
 import functools
 
@@ -9,11 +12,7 @@ import pytest
 
 import nm_sparsity_jax as nms
 from nm_sparsity_jax.core.trees import flatten
-from nm_sparsity_jax.models.t5 import T5Config, Transformer
-from nm_sparsity_jax.training.layers import COLLECTION, STATE_COLLECTION, with_step
-
-PHASES = nms.Phases(total=12, dense=2, finetune=3)
-EACH = {name: nms.recipe(name, pattern="1:4", phases=PHASES) for name in ("mdgf_linear", "idp")}
+from nm_sparsity_jax.models.t5 import T5Config, Transformer, layers
 
 SIZES = dict(vocab_size=24, emb_dim=16, num_heads=2, head_dim=8, mlp_dim=32)
 
@@ -57,122 +56,21 @@ def assert_close(got, want, tolerance=2e-6):
     np.testing.assert_allclose(got[path], want[path], rtol=0, atol=tolerance * scale, err_msg=path)
 
 
-# --- the tree -------------------------------------------------------------------------------------
-
-# path, shape, logical axes; one layer, T5.1.1
-PLAIN = """
-decoder/decoder_norm/scale 16 embed
-decoder/layers_0/encoder_decoder_attention/key/kernel 16,10 embed,joined_kv
-decoder/layers_0/encoder_decoder_attention/out/kernel 10,16 joined_kv,embed
-decoder/layers_0/encoder_decoder_attention/query/kernel 16,10 embed,joined_kv
-decoder/layers_0/encoder_decoder_attention/value/kernel 16,10 embed,joined_kv
-decoder/layers_0/mlp/wi_0/kernel 16,32 embed,mlp
-decoder/layers_0/mlp/wi_1/kernel 16,32 embed,mlp
-decoder/layers_0/mlp/wo/kernel 32,16 mlp,embed
-decoder/layers_0/pre_cross_attention_layer_norm/scale 16 embed
-decoder/layers_0/pre_mlp_layer_norm/scale 16 embed
-decoder/layers_0/pre_self_attention_layer_norm/scale 16 embed
-decoder/layers_0/self_attention/key/kernel 16,10 embed,joined_kv
-decoder/layers_0/self_attention/out/kernel 10,16 joined_kv,embed
-decoder/layers_0/self_attention/query/kernel 16,10 embed,joined_kv
-decoder/layers_0/self_attention/value/kernel 16,10 embed,joined_kv
-decoder/logits_dense/kernel 16,24 embed,vocab
-decoder/relpos_bias/rel_embedding 2,32 heads,relpos_buckets
-encoder/encoder_norm/scale 16 embed
-encoder/layers_0/attention/key/kernel 16,10 embed,joined_kv
-encoder/layers_0/attention/out/kernel 10,16 joined_kv,embed
-encoder/layers_0/attention/query/kernel 16,10 embed,joined_kv
-encoder/layers_0/attention/value/kernel 16,10 embed,joined_kv
-encoder/layers_0/mlp/wi_0/kernel 16,32 embed,mlp
-encoder/layers_0/mlp/wi_1/kernel 16,32 embed,mlp
-encoder/layers_0/mlp/wo/kernel 32,16 mlp,embed
-encoder/layers_0/pre_attention_layer_norm/scale 16 embed
-encoder/layers_0/pre_mlp_layer_norm/scale 16 embed
-encoder/relpos_bias/rel_embedding 2,32 heads,relpos_buckets
-token_embedder/embedding 24,16 vocab,embed
-"""
-
-# T5.1.0, three layers of an encoder and two of a decoder, scanned
-SCANNED = """
-decoder/decoder/encoder_decoder_attention/key/kernel 16,2,2,5 embed,layers,heads,kv
-decoder/decoder/encoder_decoder_attention/out/kernel 2,2,5,16 heads,layers,kv,embed
-decoder/decoder/encoder_decoder_attention/query/kernel 16,2,2,5 embed,layers,heads,kv
-decoder/decoder/encoder_decoder_attention/value/kernel 16,2,2,5 embed,layers,heads,kv
-decoder/decoder/mlp/wi/kernel 16,2,32 embed,layers,mlp
-decoder/decoder/mlp/wo/kernel 32,2,16 mlp,layers,embed
-decoder/decoder/pre_cross_attention_layer_norm/scale 16,2 embed,layers
-decoder/decoder/pre_mlp_layer_norm/scale 16,2 embed,layers
-decoder/decoder/pre_self_attention_layer_norm/scale 16,2 embed,layers
-decoder/decoder/relpos_bias/rel_embedding 2,2,32 heads,layers,relpos_buckets
-decoder/decoder/self_attention/key/kernel 16,2,2,5 embed,layers,heads,kv
-decoder/decoder/self_attention/out/kernel 2,2,5,16 heads,layers,kv,embed
-decoder/decoder/self_attention/query/kernel 16,2,2,5 embed,layers,heads,kv
-decoder/decoder/self_attention/value/kernel 16,2,2,5 embed,layers,heads,kv
-decoder/decoder_norm/scale 16 embed
-encoder/encoder/attention/key/kernel 16,3,2,5 embed,layers,heads,kv
-encoder/encoder/attention/out/kernel 2,3,5,16 heads,layers,kv,embed
-encoder/encoder/attention/query/kernel 16,3,2,5 embed,layers,heads,kv
-encoder/encoder/attention/value/kernel 16,3,2,5 embed,layers,heads,kv
-encoder/encoder/mlp/wi/kernel 16,3,32 embed,layers,mlp
-encoder/encoder/mlp/wo/kernel 32,3,16 mlp,layers,embed
-encoder/encoder/pre_attention_layer_norm/scale 16,3 embed,layers
-encoder/encoder/pre_mlp_layer_norm/scale 16,3 embed,layers
-encoder/encoder/relpos_bias/rel_embedding 2,3,32 heads,layers,relpos_buckets
-encoder/encoder_norm/scale 16 embed
-token_embedder/embedding 24,16 vocab,embed
-"""
-
-
-def tree_as_text(variables):
-  names = jax.tree_util.tree_flatten_with_path(
-    variables["params_axes"], is_leaf=lambda x: hasattr(x, "names")
-  )[0]
-  axes = {"/".join(k.key for k in keys)[: -len("_axes")]: x.names for keys, x in names}
-  params = dict(flatten(variables["params"]))
-  assert sorted(axes) == sorted(params)
-  rows = [f"{p} {','.join(map(str, x.shape))} {','.join(axes[p])}" for p, x in params.items()]
-  return rows
-
-
-def test_the_parameter_tree_and_its_logical_axes():
-  plain = make(depth=1, head_dim=5)
-  assert tree_as_text(shapes_of(plain)) == PLAIN.split("\n")[1:-1]
-  scanned = make("t5_1_0", num_encoder_layers=3, head_dim=5, scan_layers=True)
-  assert tree_as_text(shapes_of(scanned)) == SCANNED.split("\n")[1:-1]
-
-
-@pytest.mark.parametrize("fields", [dict(), dict(remat_policy="full"), dict(scan_layers=True)])
-def test_rules_add_variables_and_leave_the_tree_alone(fields):
-  rules = nms.Rules({"ff": EACH["mdgf_linear"], "decoder/cross/o": EACH["idp"]})
-  sparse = make(rules=rules, num_decoder_layers=3, **fields)  # 2 would be the number of heads
-  dense, variables = shapes_of(make(num_decoder_layers=3, **fields)), dict(shapes_of(sparse))
-  assert set(dense) == {"params", "params_axes"}
-  assert {k: variables.pop(k) for k in dense} == dense
-  assert set(variables) == {COLLECTION, STATE_COLLECTION}
-  assert {x.shape for x in jax.tree.leaves(variables[COLLECTION])} == {()}
-  scanned = rules.with_logical_axes(dense["params_axes"])
-  state = jax.eval_shape(lambda p: nms.init_state(p, scanned), dense["params"])
-  assert variables[STATE_COLLECTION] == state["mask"]
-
-
 def test_the_translation_model_has_its_number_of_parameters():
   """e = 1024 makes vocab * e + 6 * (12 + 16) * e^2; test_huggingface.py has the sizes of T5."""
   params = shapes_of(Transformer(T5Config.wmt(scan_layers=True)))["params"]
   assert sum(x.size for x in jax.tree.leaves(params)) / 1e6 == pytest.approx(209.09, rel=1e-3)
 
 
-@pytest.mark.parametrize("policy", ["full", "nm_masks", "minimal"])
-def test_what_remat_keeps(policy):
-  """Masks are computed again in the backward pass only under 'full'. Two shapes are traced."""
-  rules = nms.Rules({"encoder/ff": EACH["mdgf_linear"]})
-  model = make(depth=1, remat_policy=policy, rules=rules)
-  rest = with_step({k: v for k, v in shapes_of(model).items() if k != "params"}, 9)
+def test_what_remat_keeps():
+  """The backward pass computes some products again under 'minimal', and all under 'full'."""
 
-  def loss(params):
-    return model.apply({**rest, "params": params}, *BATCH, enable_dropout=False).sum()
+  def products(policy):
+    model = make(depth=1, remat_policy=policy)
+    loss = lambda p: model.apply({"params": p}, *BATCH, enable_dropout=False).sum()
+    return str(jax.make_jaxpr(jax.grad(loss))(shapes_of(model)["params"])).count("dot_general")
 
-  masks = str(jax.make_jaxpr(jax.grad(loss))(shapes_of(model)["params"])).count("name=nm_mask")
-  assert masks == (4 if policy == "full" else 2)
+  assert products("none") < products("minimal") < products("full")
 
 
 @pytest.mark.parametrize(
@@ -185,3 +83,76 @@ def test_what_remat_keeps(policy):
 def test_mistakes_are_named(call, message):
   with pytest.raises(ValueError, match=message):
     call()
+
+
+# --- decoding: the numbers of T5X's cache, and no other work --------------------------------------
+
+LENGTH, BEAMS = 6, 2
+
+
+def started(model, variables):
+  """Returns what is kept, and (params, kept, tokens) -> (logits, kept)."""
+  kept = ["prepared", "cache"]
+  start = functools.partial(model.apply, mutable=kept, method="start")
+
+  def step(params, kept, tokens):
+    read = {**kept, "params": params}
+    logits, new = model.apply(read, tokens, LENGTH, mutable=["cache"], method="step")
+    return logits, kept | new
+
+  return jax.jit(lambda v: start(v, BATCH[0], LENGTH, BEAMS)[1])(variables), step
+
+
+@pytest.mark.parametrize("scan", [False, True], ids=["plain", "scanned"])
+def test_a_step_is_that_through_the_cache_of_t5x_and_a_row_of_the_whole(scan):
+  model = make("t5_1_0" if scan else "t5_1_1", scan_layers=scan)
+  variables = {"params": parameters(model)}
+  inputs = np.repeat(BATCH[0], BEAMS, 0)
+  kept, ours = started(model, variables)
+  dense = functools.partial(model.apply, enable_dropout=False)
+  encoded = jax.jit(functools.partial(dense, method="encode"))(variables, inputs)
+  blank = jnp.ones((len(inputs), LENGTH), jnp.int32)
+  make_cache = functools.partial(model.init, enable_dropout=False, decode=True)
+  cache = jax.eval_shape(make_cache, jax.random.key(0), inputs, blank, blank)["cache"]
+  cache = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), cache)
+
+  def theirs(cache, tokens):
+    arguments = {**variables, "cache": cache}, encoded, inputs, tokens[:, None], tokens[:, None]
+    options = dict(decode=True, max_decode_length=LENGTH, mutable=["cache"], method="decode")
+    logits, new = dense(*arguments, **options)
+    return logits[:, 0], new["cache"]
+
+  ours, theirs = jax.jit(ours), jax.jit(theirs)
+  # Each row its own; 0 is padding, which the whole masks.
+  tokens = np.random.default_rng(0).integers(1, 24, (len(inputs), LENGTH)).astype(np.int32)
+  shifted = np.pad(tokens, ((0, 0), (1, 0)))[:, :-1]
+  decode = jax.jit(functools.partial(dense, method="decode"))
+  whole = decode(variables, encoded, inputs, shifted, tokens)
+  for i in range(LENGTH):
+    got, kept = ours(variables["params"], kept, shifted[:, i])
+    want, cache = theirs(cache, shifted[:, i])
+    np.testing.assert_allclose(got, want, rtol=0, atol=1e-6 * np.abs(want).max())
+    np.testing.assert_allclose(got, whole[:, i], rtol=0, atol=4e-6 * np.abs(want).max())
+
+
+def test_a_step_multiplies_each_weight_once_a_row():
+  model = make(num_decoder_layers=3)
+  params, cfg = parameters(model), model.config
+  kept, step = started(model, {"params": params})
+  rows, width = len(BATCH[0]) * BEAMS, cfg.num_heads * cfg.head_dim
+  cost = nms.flops.forward(step, params, kept, np.zeros(rows, np.int32))
+  # q, k, v, o of one attention, q and o of the other: keys and values of the input are there.
+  layer = 6 * cfg.emb_dim * width + 3 * cfg.emb_dim * cfg.mlp_dim
+  attention = 2 * width * (LENGTH + BATCH[0].shape[1])
+  assert cost.flops == 2 * rows * (3 * (layer + attention) + cfg.emb_dim * cfg.vocab_size)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_a_gathered_embedding_has_the_bits_of_a_product(dtype):
+  embed = layers.Embed(T5Config(24, emb_dim=16, dtype=dtype))
+  ids = jnp.array([[0, 23, 7], [24, 1000, 5]])  # two have no row
+  table = {"params": {"embedding": jax.random.normal(jax.random.key(0), (24, 16))}}
+  got, want = embed.apply(table, ids, gather=True), embed.apply(table, ids)
+  assert got.dtype == dtype
+  np.testing.assert_array_equal(got, want)
+  assert not np.any(got[1, :2])

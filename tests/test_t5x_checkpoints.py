@@ -7,7 +7,6 @@ INITIAL_CHECKPOINT_PATH, with the restore settings of gin_configs/runs/t5x_finet
 """
 
 import dataclasses
-import functools
 import pathlib
 
 import huggingface_reference
@@ -15,7 +14,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import t5x_found
 import t5x_world
 import test_huggingface
 from t5x_world import (
@@ -26,11 +24,9 @@ from t5x_world import (
   initializer_of,
   make,
   mine,
-  one_initialization,  # noqa: F401  (a fixture)
   scalable_network,
-  t5x_adapter,
   utils,
-  what_t5x_wants,  # noqa: F401  (a fixture)
+  world,  # noqa: F401  (a fixture)
 )
 
 import nm_sparsity_jax as nms
@@ -47,12 +43,6 @@ RULES = nms.Rules({
   # Its mask is taken at step 0, so it must be that of the restored weights.
   "ff": nms.recipe("one_shot", pattern="1:4", phases=nms.Phases(total=4)),
 })  # fmt: skip
-
-
-@pytest.fixture(autouse=True, scope="module")
-def closed_loops():
-  with t5x_found.closed_loops():
-    yield
 
 
 def drawn(params, seed):
@@ -138,7 +128,7 @@ def test_a_dense_checkpoint_loads(kind, by, network, optimizer, tmp_path):
   assert_equal(restored.flax_mutables, fresh.flax_mutables)
 
   # The trainer takes it as a new run at that step, with masks of the restored weights.
-  begun = begin(model, network=network, state=restored, pretrained_steps=STEP).train_state
+  begun = begin(model, state=restored, pretrained_steps=STEP).train_state
   assert int(begun.step) == STEP and int(mine(begun)["step"]) == 0
   assert_equal(begun.params, state.params)
   weights, places = dict(flatten(begun.params)), model.stored_rules.assign(begun.params).places
@@ -156,7 +146,8 @@ def test_t5x_restores_a_converted_folder_of_hugging_face(tmp_path):
   assert cli.main(["convert", str(folder), str(tmp_path / "start"), "--scan-layers"]) == 0
   config = test_huggingface.config_of_name(name, scan_layers=True)
   theirs = scalable_network.T5Config
-  fields = {field.name: getattr(config, field.name) for field in dataclasses.fields(theirs)}
+  shared = {field.name for field in dataclasses.fields(theirs)} & vars(config).keys()
+  fields = {name: getattr(config, name) for name in shared}
   module = scalable_network.Transformer(theirs(**fields))
   state = restore(make(None, module=module), tmp_path / "start/checkpoint_0")
   x, y = huggingface_reference.inputs(name), huggingface_reference.targets(name)
@@ -170,9 +161,9 @@ def test_t5x_restores_a_converted_folder_of_hugging_face(tmp_path):
 # --- nm-sparsity verify, finalize ---------------------------------------------------------------
 
 
-def sparse_state(network, optimizer="adamw"):
+def sparse_state(network):
   """At the end of a run whose weights moved on after the mask was taken."""
-  model = make(RULES, network, optimizer)
+  model = make(RULES, network)
   state = first_state(model)
   kept = nms.init_state(drawn(state.params, 1), model.stored_rules)
   state = state.replace_params(drawn(state.params, 2))
@@ -192,26 +183,3 @@ def test_a_finalized_checkpoint_is_the_run_to_t5xs_dense_model(kind, network, tm
   found = restore(make(None, network), path)
   assert int(found.step) == STEP and "flax_mutables" not in found.state_dict()
   assert_equal(found.params, model.effective(state.params, state.flax_mutables))
-
-
-@pytest.mark.parametrize(
-  "kind, network, optimizer", [("orbax", "t5", "adamw"), ("legacy", "scanned", "adafactor")]
-)
-def test_a_run_resumes_with_its_own_optimizer_alone(kind, network, optimizer, tmp_path):
-  model, state = sparse_state(network, optimizer)
-  path = write(kind, model, state, tmp_path / "run")
-  resume = functools.partial(t5x_adapter.resume_sparse, is_resuming=True)  # as t5x.train does
-  settings = utils.RestoreCheckpointConfig(
-    path=str(path), mode="specific", dtype="float32", fallback_to_scratch=True,
-    state_transformation_fns=[resume],
-  )  # fmt: skip
-
-  def go_on(optimizer):
-    model, key = make(RULES, network, optimizer), jax.random.PRNGKey(0)
-    return restore(model, path, settings, kind == "orbax", key, model.optimizer_def)
-
-  found = go_on(optimizer)
-  assert_equal(found.params, state.params)
-  assert_equal(found.flax_mutables, state.flax_mutables)
-  with pytest.raises(ValueError, match="another optimizer"):
-    go_on("sgd")

@@ -4,15 +4,8 @@ import functools
 
 import jax
 import numpy as np
-import pytest
 import t5x_world as t
-from t5x_world import (
-  adafactor,
-  measure,
-  one_initialization,  # noqa: F401  (a fixture)
-  tf,
-  what_t5x_wants,  # noqa: F401  (a fixture)
-)
+from t5x_world import tf, world  # noqa: F401  (a fixture)
 
 import nm_sparsity_jax as nms
 from nm_sparsity_jax.core.trees import flatten
@@ -25,7 +18,6 @@ RULES = nms.Rules({
   "decoder/cross/o": t.recipe("idp", pattern="1:8"),
   "encoder/qk": t.recipe("mdgf_linear", pattern="2:4"),
 })  # fmt: skip
-FACTORED = dict(decay_rate=0.8, min_dim_size_to_factor=8)
 
 
 def expected(model, before, batch, after):
@@ -34,7 +26,8 @@ def expected(model, before, batch, after):
   read = lambda s: (s.params, rules, *model.read(s.flax_mutables))
   grads = jax.grad(lambda p: model.loss_fn(p, batch, None, before.flax_mutables)[0])(before.params)
   seen = metrics.before(*read(before), grads)
-  return metrics.summary(*read(after), None, after.param_states, seen, per_place=False)
+  moments = metrics.second_moments(after.param_states, after.params)
+  return metrics.summary(*read(after), moments, seen)
 
 
 def events(folder):
@@ -92,54 +85,5 @@ def test_what_is_measured_is_the_applied_gradient_and_masks_stay_on_their_device
   after, _ = run._partitioned_train_step(run.train_state, t.batch_of())
   grads = jax.tree.map(lambda a, b: a - b, before.params, jax.device_get(after.params))
   state = model.read(before.flax_mutables)
-  want, name = metrics.summary(before.params, rules, *state, grads), "nm/grad_abs_var/all"
+  want, name = metrics.before(before.params, rules, *state, grads).scalars, "nm/grad_abs_var/all"
   np.testing.assert_allclose(seen.scalars[name], want[name], rtol=1e-3)
-
-
-def factoring():
-  rules = adafactor.standard_logical_factor_rules()
-  return adafactor.Adafactor(logical_factor_rules=rules, **FACTORED)
-
-
-@pytest.mark.parametrize(
-  "optimizer, moment",
-  [(t.OPTIMIZERS["sgd"], None), (factoring, "second_moment_var_factored")],
-)
-def test_names_of_second_moments(optimizer, moment):
-  run = t.begin(t.make(RULES, optimizer_def=optimizer()), metrics_every=1, metrics_per_place=True)
-  before, after = run.measuring
-  state = jax.eval_shape(lambda: run.train_state)
-  with run._partitioner.mesh:
-    names = set(after.lower(state, before.lower(state, t.batch_of()).out_info).out_info)
-  found = {name.split("/")[1] for name in names if "second_moment" in name}
-  assert found == ({moment} if moment else set())
-  assert "nm/density/encoder/layers_0/mlp/wo/kernel" in names
-
-
-@pytest.mark.parametrize(
-  "shape, axes",
-  [
-    ((16, 16), None),
-    ((16, 3, 24), ("embed", "layers", "mlp")),
-    ((4, 8, 16), ("heads", "kv", "embed")),
-    ((24,), None),
-  ],
-)
-def test_the_estimate_is_what_adafactor_divides_by(shape, axes):
-  optimizer = adafactor.Adafactor(
-    learning_rate=1.0, clipping_threshold=None, multiply_by_parameter_scale=False, **FACTORED
-  )
-  if axes:
-    roles = adafactor.standard_logical_factor_rules()
-    rule = adafactor.HParamMap([("w", tuple(roles[name] for name in axes))])
-    optimizer.hyper_params = optimizer.hyper_params.replace(factor_map=rule)
-  zeros = {"w": np.zeros(shape, np.float32)}
-  state = jax.jit(optimizer.init_state)(zeros)
-  step = jax.jit(functools.partial(optimizer.apply_gradient, optimizer.hyper_params))
-  for seed in range(2):
-    grads = {"w": np.random.default_rng(seed).normal(size=shape).astype(np.float32)}
-    new, state = step(zeros, state, grads)
-  dims = measure.factored_dims(optimizer, "w", shape)
-  assert bool(dims) == (len(shape) > 1)
-  got = jax.jit(lambda state: measure.estimate(state, dims))(state.param_states["w"])
-  np.testing.assert_allclose(got, np.square(grads["w"] / new["w"]), rtol=1e-4)

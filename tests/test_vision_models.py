@@ -1,4 +1,4 @@
-"""ViT, Swin V2 and ResNet: structure; test_weights.py and test_sparse_networks.py have numbers."""
+"""ViT, Swin V2 and ResNet: structure; test_weights.py has numbers."""
 
 import functools
 
@@ -25,9 +25,9 @@ SMALLER = {
 family = pytest.mark.parametrize("name", FAMILIES)
 
 
-def network(name, rules=None, **changes):
+def network(name, **changes):
   cls, module = FAMILIES[name]
-  return cls(module.config(name, **changes), rules)
+  return cls(module.config(name, **changes))
 
 
 def images(net, n=2):
@@ -51,23 +51,6 @@ def drawn(shapes, seed=0):
     return jnp.asarray(abs(value) + 1 if path.endswith("var") else value, x.dtype)
 
   return map_with_names(draw, dict(shapes))
-
-
-# Names and numbers are compared with timm's own: test_weights.py.
-@pytest.mark.parametrize(
-  "net, count",
-  [
-    (vit.ViT(vit.config("vit_b16")), 86_567_656),
-    # No class token: a position less.
-    (vit.ViT(vit.config("vit_b16", class_token=False)), 86_567_656 - 2 * 768),
-    (swin.Swin(swin.config("swinv2_b_w8")), 87_918_816),
-    (resnet.ResNet(resnet.config("resnet50", depths=[3, 4, 6, 3])), 25_557_032),  # gin has lists
-  ],
-)
-def test_networks_have_the_published_number_of_parameters(net, count):
-  params = jax.tree.leaves(shapes_of(net)["params"])
-  assert sum(x.size for x in params) == count and hash(net)
-  assert {x.dtype.name for x in params} == {"float32"}
 
 
 def test_gelu_is_computed_in_float32():
@@ -120,7 +103,6 @@ def initialized(*shape, dtype=jnp.float32):
     (lambda: vit.config("vit_c16"), "'vit_c16'.*vit_b16"),
     (lambda: vit.config("vit_b16", image_size=225), "patch must divide"),
     (lambda: swin.config("swinv2_b_w8", image_size=224), "windows must fill"),
-    (lambda: swin.config("swinv2_b_w8", image_size=260), "multiple of 32"),
     (lambda: initialized(16, 16, 1), r"\[batch, 16, 16, 3\]"),
     (lambda: initialized(16, 16, 3, dtype=jnp.uint8), "uint8"),
   ],

@@ -1,6 +1,5 @@
 """The workload of images: losses, mixing, filled rows, devices, the average, the optimizer."""
 
-import dataclasses
 import warnings
 
 import jax
@@ -8,7 +7,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-import tiny_vision
 
 from nm_sparsity_jax.deploy import timm
 from nm_sparsity_jax.models import resnet, swin, vit
@@ -27,8 +25,13 @@ with warnings.catch_warnings():
 DECAY = 0.75
 
 
+def resnet_of(**fields):
+  sizes = dict(image_size=16, depths=(1,), widths=(8,)) | fields
+  return resnet.ResNet(resnet.config("resnet_test", **sizes))
+
+
 def images_of(batch_size=8, network=None, **fields):
-  return vision.Images(network or tiny_vision.make(), rebus.Rebus(batch_size), **fields)
+  return vision.Images(network or resnet_of(), rebus.Rebus(batch_size), **fields)
 
 
 @pytest.fixture(scope="module")
@@ -70,45 +73,39 @@ def test_sums_are_those_of_the_real_rows(scored):
   right = order == batch["label"][:, None]
   got = float(sums["accuracy"]), float(sums["accuracy_top5"])
   assert got == (right[:, 0].sum(), right[:, :5].sum())
-  found = workload.predict(params, state, batch)
-  np.testing.assert_array_equal(found["label"], order[:, 0])
-  assert sums["examples"] == 8 and float(found["probability"].max()) <= 1
+  np.testing.assert_array_equal(workload.predict(params, state, batch)["label"], order[:, 0])
 
 
 def test_an_evaluation_neither_mixes_nor_smooths_and_a_step_updates_the_statistics(scored):
   plain, params, state, batch = scored
-  network = tiny_vision.make(drop=0.5)
+  network = resnet_of(drop_path=0.5)
   all_of_it = images_of(network=network, mixup=0.5, cutmix=1.0, label_smoothing=0.1)
   assert plain.loss(params, state, batch, None)[0] == all_of_it.loss(params, state, batch, None)[0]
   losses = [all_of_it.loss(params, state, batch, jax.random.PRNGKey(i)) for i in (1, 1, 2)]
   assert losses[0][0] == losses[1][0] != losses[2][0]
-  mean = lambda state: state["batch_stats"]["norm"]["mean"]
+  mean = lambda state: state["batch_stats"]["bn1"]["mean"]
   assert not np.array_equal(mean(losses[0][2]), mean(state))
 
 
-@pytest.mark.parametrize("mixup, cutmix", [(0.8, 0.0), (0.0, 1.0), (0.5, 1.0)])
+@pytest.mark.parametrize("mixup, cutmix", [(0.8, 0.0), (0.0, 1.0)])
 def test_rows_are_mixed_with_their_partner_by_the_share_of_its_target(mixup, cutmix):
-  """Mixup blends all pixels; cutmix shows the partner in one box; with both a coin takes one."""
+  """Mixup blends all pixels; cutmix shows the partner in one box."""
   rows = jnp.arange(8, dtype=jnp.float32).reshape(8, 1, 1, 1) * jnp.ones((8, 16, 12, 3))
   targets = jax.nn.one_hot(jnp.arange(8), 10)
   mix = jax.jit(lambda key: vision.mixed(rows, targets, key, mixup, cutmix))
-  shares, is_cut = [], []
-  for image, target in (jax.device_get(mix(jax.random.PRNGKey(i))) for i in range(60)):
-    is_cut.append(bool(np.isin(image[4], [4, 5]).all()))
-    for row, other in ((0, 1), (1, 0), (6, 7)):
+  shares = []
+  for image, target in (jax.device_get(mix(jax.random.PRNGKey(i))) for i in range(40)):
+    shares.append(target[0, 0])
+    for row, other in ((0, 1), (7, 6)):
       share = target[row, row]
       np.testing.assert_allclose(target[row, other], 1 - share, atol=1e-6)
-      if is_cut[-1]:
-        theirs = image[row, ..., 0] == other
-        np.testing.assert_allclose(theirs.mean(), 1 - share, atol=1e-6)
-        assert theirs.sum() == theirs.any(1).sum() * theirs.any(0).sum()  # one box
-      else:
-        wanted = share * row + (1 - share) * other
-        np.testing.assert_allclose(image[row], wanted, rtol=1e-5, atol=1e-6)
-    shares.append(target[0, 0])
+      # Of either kind the mean over the pixels is that of the targets.
+      wanted = share * row + (1 - share) * other
+      np.testing.assert_allclose(image[row].mean(), wanted, rtol=1e-5, atol=1e-6)
+      theirs = image[row, ..., 0] == other
+      is_box = theirs.sum() == theirs.any(1).sum() * theirs.any(0).sum()
+      assert is_box if cutmix else np.ptp(image[row]) == 0
   assert np.std(shares) > 0.15
-  least, most = (0, 1) if not cutmix else (15, 45) if mixup else (55, 60)
-  assert least <= sum(is_cut) <= most
 
 
 # --- devices and the average --------------------------------------------------------------------
@@ -118,21 +115,20 @@ VIT = vit.ViT(vit.config("vit_test", patch=8))
 
 
 @pytest.mark.parametrize(
-  "network, mixing, splits",
+  "network, mixing, split",
   [
     # Batch statistics are those of the whole batch, and pairs are mixed as on one device.
-    (tiny_vision.make(), dict(mixup=0.8, cutmix=1.0, label_smoothing=0.1), [(8, 2, 1)]),
-    (tiny_vision.make(norm=False), {}, [(1, 1, 4)]),
-    (VIT, {}, [(8, 2, 1)]),
+    (resnet_of(), dict(mixup=0.8, cutmix=1.0, label_smoothing=0.1), (8, 1, 1)),
+    (VIT, {}, (1, 1, 4)),
   ],
-  ids=["statistics", "microbatches", "attention"],
+  ids=["statistics", "microbatches"],
 )
-def test_devices_and_microbatches_change_nothing(network, mixing, splits):
+def test_devices_and_microbatches_change_nothing(network, mixing, split):
   """Parameters, statistics, sums and the average of two steps are those of one device."""
   key, optimizer, found = jax.random.PRNGKey(0), optax.sgd(0.1), []
   workload = images_of(16, network, **mixing)
-  rules = configure.rules({".*mlp/fc./kernel": "1:8"}, "mdgf_linear", sparse_steps=4)
-  for devices, partitions, parts in ((1, 1, 1), *splits):
+  rules = configure.rules({".*/(fc.|conv3)/kernel": "1:8"}, "mdgf_linear", sparse_steps=4)
+  for devices, partitions, parts in ((1, 1, 1), split):
     chosen = jax.devices()[:devices]
     model = step.Model(workload, rules, partitions, chosen, ema_decay=DECAY)
     params, collections = model.initial(key)
@@ -141,8 +137,6 @@ def test_devices_and_microbatches_change_nothing(network, mixing, splits):
     for i in range(2):
       state, sums = update(state, model.put(next(workload.batches(0, i))))
     found.append(jax.device_get((state.params, state.collections, state.average, sums)))
-    sharded = [x.sharding.shard_shape(x.shape) != x.shape for x in jax.tree.leaves(state.params)]
-    assert any(sharded) == (partitions > 1)
   near = lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-5)
   jax.tree.map(near, *found)
 
@@ -151,18 +145,16 @@ def test_devices_and_microbatches_change_nothing(network, mixing, splits):
 
 
 def test_kernels_alone_are_decayed_and_the_gradient_is_clipped():
-  params = {"a": {"kernel": jnp.ones((2,)), "bias": jnp.ones((2,))}, "pos_embed": jnp.ones((2,))}
-  zeros = jax.tree.map(jnp.zeros_like, params)
+  params = {"a": {"kernel": jnp.ones(2), "bias": jnp.ones(2)}, "pos_embed": jnp.ones(2)}
   with jax.numpy_dtype_promotion("standard"):  # optax mixes its counts with floats
-    tx = optimizers.adamw(0.1, weight_decay=0.5)
+    tx = optimizers.adamw(0.1, weight_decay=0.5, b2=0.5, clip_norm=1.0)
+    zeros = jax.tree.map(jnp.zeros_like, params)
     updates, _ = tx.update(zeros, tx.init(params), params)
-    # The second moment shows which gradient Adam got.
-    tx = optimizers.adamw(0.1, b2=0.5, clip_norm=1.0)
-    _, state = tx.update(jax.tree.map(lambda x: 10 * x, params), tx.init(params), params)
-  assert float(updates["a"]["kernel"][0]) == pytest.approx(-0.05)
+    _, state = tx.update(params, tx.init(params), params)
+  assert updates["a"]["kernel"] == pytest.approx(-0.05)
   assert not updates["a"]["bias"].any() and not updates["pos_embed"].any()
-  nu = optax.tree_utils.tree_get(state, "nu")
-  assert float(nu["a"]["bias"][0]) == pytest.approx(0.5 / 6)
+  # The second moment shows which gradient Adam got.
+  assert optax.tree_utils.tree_get(state, "nu")["a"]["bias"] == pytest.approx(0.5 / 6)
 
 
 def test_a_cosine_falls_from_the_warm_up_to_the_last_step():
@@ -179,7 +171,7 @@ def test_a_cosine_falls_from_the_warm_up_to_the_last_step():
 
 
 def test_labels_without_a_class_are_refused_where_they_are_read():
-  workload = images_of(network=tiny_vision.make(classes=5))
+  workload = images_of(network=resnet_of(classes=5))
   for batches in (workload.batches(0, 7), iter(workload.splits()["validation"])):
     with pytest.raises(ValueError, match="the label [5-9]"):
       next(batches)
@@ -187,17 +179,15 @@ def test_labels_without_a_class_are_refused_where_they_are_read():
 
 def test_a_run_starts_from_timms_weights(tmp_path):
   """Every array of the file, batch statistics too; a file of another network is refused."""
-  config = resnet.config("resnet_test", image_size=16, depths=(1,), widths=(8,))
-  model = step.Model(images_of(network=resnet.ResNet(config)), devices=jax.devices()[:1])
+  model = step.Model(images_of(), devices=jax.devices()[:1])
   params, collections = model.initial(jax.random.PRNGKey(7))
   collections = jax.tree.map(lambda x: x + 0.25, collections)
   path = str(tmp_path / "resnet.safetensors")
   timm.write(path, {"params": params, **collections})
   got = checkpoints.load_initial(path, model, jax.random.PRNGKey(0))
   jax.tree.map(np.testing.assert_array_equal, got, (params, collections, 0))
-  other = images_of(network=resnet.ResNet(dataclasses.replace(config, widths=(16,))))
   with pytest.raises(ValueError, match=r"resnet.safetensors"):
-    checkpoints.opened(path, step.Model(other))
+    checkpoints.opened(path, step.Model(images_of(network=resnet_of(widths=(16,)))))
 
 
 @pytest.mark.parametrize(

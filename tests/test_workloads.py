@@ -18,7 +18,6 @@ import pytest
 from checkpoint_files import assert_same, read
 
 from nm_sparsity_jax import cli
-from nm_sparsity_jax.analysis.report import reading, scored
 from nm_sparsity_jax.core.trees import flatten
 from nm_sparsity_jax.integrations import gin_files
 from nm_sparsity_jax.runs import checkpoint, folders
@@ -31,7 +30,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # what it imports warns on it
 
 with warnings.catch_warnings():
   warnings.simplefilter("ignore")
-  from nm_sparsity_jax.trainer import checkpoints, evaluation, step
+  from nm_sparsity_jax.trainer import checkpoints, evaluation, step, train
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 EXAMPLE = ROOT / "examples" / "own_workload"
@@ -67,11 +66,10 @@ class Run:
   """A whole run by the command, of an MLP of the example or of a tiny ResNet on images."""
 
   def __init__(self, name, folder):
-    self.name, self.folder, self.own = name, folder / "run", name == "own"
+    self.folder, self.own = folder / "run", name == "own"
     self.gin = EXAMPLE / "own_workload.gin" if self.own else folder / "tiny.gin"
     if not self.own:
       self.gin.write_text(TINY)
-    self.kept = "train", "training_eval/validation"
 
   def files(self, kind):
     run = f"local_{'workload' if self.own else 'images'}"
@@ -138,7 +136,6 @@ def test_it_trains_and_says_what_it_is(run, tmp_path):
   lines = lines_of(run.folder)
   assert {metric, "grad_norm", "update_norm", "learning_rate"} < set(lines[-1])
   assert [x["step"] for x in lines if "nm/density" in x] == [MIDDLE, STEPS]
-  assert not run.own or lines[-1]["loss"] < lines[0]["loss"]
   found = folders.evaluations(run.folder).values()
   assert [e["at_target"] for e in found] == [False, True]
   assert all(metric in e["metrics"]["validation"] for e in found)
@@ -146,8 +143,6 @@ def test_it_trains_and_says_what_it_is(run, tmp_path):
   assert noted["class"].endswith("own_workload.Regression" if run.own else ".vision.Images")
   params = sum(x.size for k, x in saved.items() if k.startswith("target/"))
   assert flops.Cost(tuple(flops.Op(**op) for op in noted["ops"])).params == params
-  (measure,) = scored.measures(reading.read([run.folder])[0]).values()
-  assert measure.metrics == (metric,) and measure.less == run.own
   assert cli.main(["report", str(run.folder), "--out", str(tmp_path / "report.html")]) == 0
 
 
@@ -167,7 +162,8 @@ def test_the_average_is_that_of_parameters_and_statistics_after_each_update(runs
 
 def assert_same_run(folder, run):
   assert_same(read(folder, STEPS), read(run.folder, STEPS))
-  assert [lines_of(folder, x) for x in run.kept] == [lines_of(run.folder, x) for x in run.kept]
+  for room in ("train", "training_eval/validation"):
+    assert lines_of(folder, room) == lines_of(run.folder, room)
   assert folders.evaluations(folder) == folders.evaluations(run.folder)
 
 
@@ -220,7 +216,6 @@ def test_eval_and_infer_say_what_the_run_says_of_a_checkpoint(run, tmp_path, cap
     assert np.abs(said - wanted).mean() == pytest.approx(alone["absolute_error"], rel=1e-4)
   else:
     assert (said == wanted)[:16].mean() == pytest.approx(alone["accuracy"])
-    assert all(0 <= row["prediction"]["probability"] <= 1 for row in rows)
 
 
 def test_what_is_scored_is_finalized(run, tmp_path):
@@ -238,29 +233,13 @@ def test_what_is_scored_is_finalized(run, tmp_path):
   params, kept, number = start(tmp_path)
   jax.tree.map(np.testing.assert_array_equal, {"params": params, **kept}, final)
   assert number == STEPS
-  with warnings.catch_warnings(record=True) as told:
+  with warnings.catch_warnings(record=True) as seen:
     warnings.simplefilter("always")
     params, kept, _ = start(run.folder)
-  assert any("not finalized" in str(w.message) for w in told) != run.own
+  assert any("not finalized" in str(w.message) for w in seen) != run.own
   saved, average = read(run.folder, STEPS), "" if run.own else "state/average/"
   for name, leaf in flatten({"target": params, "flax_mutables": kept}):
     np.testing.assert_array_equal(leaf, saved[average + name])
-
-
-@pytest.mark.parametrize(
-  "name, macros, word",
-  [
-    ("own", dict(BATCH_SIZE=15, MICROBATCHES=2), "BATCH_SIZE=15 must be a multiple"),
-    ("images", dict(IMAGE_SIZE=32, CLASSES=5), "set IMAGE_SIZE=16 and CLASSES=10"),
-    ("images", dict(SPARSITY_RULES={"stem": "1:8"}), "INDIVISIBLE"),
-    ("images", dict(SPARSITY_RULES={"ff": "1:8"}), "have stem, conv, shortcut, head"),
-    ("images", dict(LOSS="hinge"), "LOSS='hinge'"),
-  ],
-)
-def test_plan_says_what_does_not_fit(name, macros, word, runs, tmp_path, capsys):
-  command = runs(name).words(MODEL_DIR=str(tmp_path / "run"), **macros)
-  assert cli.main(["plan", *command]) == 1
-  assert word in capsys.readouterr().out
 
 
 def test_a_run_goes_on_with_its_own_settings_alone(runs, capsys):
@@ -274,23 +253,15 @@ def test_a_run_goes_on_with_its_own_settings_alone(runs, capsys):
 
 
 @pytest.mark.parametrize(
-  "where, macros, word",
-  [
-    ("none", dict(EVAL_SPLIT="tset"), "EVAL_SPLIT='tset'"),
-    ("none", dict(PATTERN="1:4"), "PATTERN='1:4'"),
-    ("run", {}, "holds a run"),
-    ("t5x", {}, "holds a run"),  # T5X has no run.json
-  ],
+  "macros, word",
+  [(dict(EVAL_SPLIT="tset"), "EVAL_SPLIT='tset'"), (dict(PATTERN="1:4"), "PATTERN='1:4'")],
 )
-def test_an_evaluation_that_does_not_fit_writes_nothing(
-  where, macros, word, runs, tmp_path, capsys
-):
-  run = runs("own")
-  (tmp_path / "t5x/checkpoint_3/state").mkdir(parents=True)
-  (tmp_path / "t5x/checkpoint_3/state/_METADATA").write_text("{}")
-  out = run.folder if where == "run" else tmp_path / where
-  assert run.call("eval", run.folder / f"checkpoint_{MIDDLE}", out, **macros) == 1
-  assert word in capsys.readouterr().err and not (tmp_path / "none").exists()
+def test_an_evaluation_that_does_not_fit_writes_nothing(macros, word, runs, tmp_path, capsys):
+  path = runs("own").folder / f"checkpoint_{MIDDLE}"
+  assert runs("own").call("eval", path, tmp_path / "new", **macros) == 1
+  assert word in capsys.readouterr().err and not (tmp_path / "new").exists()
+  assert runs("own").call("eval", path, path.parent) == 1
+  assert "holds a run" in capsys.readouterr().err
 
 
 # --- predictions --------------------------------------------------------------------------------
@@ -313,7 +284,7 @@ class Answers(own_workload.Regression):
 def test_predictions_are_plain_and_rows_that_fill_a_batch_are_left_out():
   model = model_of(Answers())
   params, state = model.initial(jax.random.PRNGKey(0))
-  evaluator = evaluation.Splits(split="test").evaluator(model, None)
+  evaluator = evaluation.Splits(model, split="test")
   ((name, rows),) = evaluator.predictions({"params": params, **state})
   first = {"class": 0, "half": [0.0, 0.0], "sure": False}
   last = {"class": 0, "half": [0.5, 0.5], "sure": True}
@@ -333,18 +304,13 @@ class Weighed(workloads.Workload):
   """Its loss is `scale` * (1 - w), summed over rows that weigh `scale` each; its state counts."""
 
   weight, batch_size = "rows", 4
+  batches = splits = None
 
   def __init__(self, scale):
     self.scale = scale
 
   def init(self, rng):
     return {"params": {"w": jnp.zeros(())}, "seen": {"rows": jnp.zeros(())}}
-
-  def batches(self, seed, start):
-    return iter([{"x": jnp.ones(4)}])
-
-  def splits(self):
-    return {}
 
   def loss(self, params, state, batch, rng):
     sums = {"rows": self.scale * jnp.sum(batch["x"])}
@@ -364,15 +330,24 @@ def test_the_gradient_is_that_of_the_mean_however_small_the_weight(scale, moved)
     state, sums = model.train_step(optimizer, key, parts)(state, batch)
     assert state.params["w"] == moved and sums["rows"] == 4 * scale
     assert state.collections["seen"]["rows"] == 4
-  assert Weighed(1).scalars({"loss": 0.5, "rows": 0.25}) == {"loss": 2.0}
-  assert Weighed(1).scalars({"loss": 0.0, "rows": 0.0}) == {"loss": 0.0}
+  sums = {"loss": 2 * scale, "rows": scale}
+  assert Weighed(scale).scalars(sums) == {"loss": 2.0 if scale else 0.0}
 
 
 # --- what is incomplete -------------------------------------------------------------------------
 
 
-class Silent(own_workload.Regression):
-  predict = workloads.Workload.predict
+def test_a_tracker_of_your_own_gets_what_the_files_get(tmp_path):
+  seen = {}
+  track = lambda room, step, scalars: seen.setdefault(room, []).append({"step": step, **scalars})
+  run = train.Run(
+    model=model_of(own_workload.Regression()), model_dir=str(tmp_path), optimizer=optax.sgd(0.01),
+    sparse_steps=8, tracker=track, evaluation=evaluation.Splits, stats_period=1,
+  )  # fmt: skip
+  assert train.train(run) == 0
+  rooms = "train", "training_eval/validation"
+  assert {*seen} == {*rooms, "inference_eval/validation"}  # seqio writes files of the third
+  assert [seen[room] for room in rooms] == [lines_of(tmp_path, room) for room in rooms]
 
 
 class Masked(own_workload.Regression):
@@ -380,16 +355,9 @@ class Masked(own_workload.Regression):
     return {**super().init(rng), "nm_sparsity": {"step": jnp.int32(0)}}
 
 
-@pytest.mark.parametrize(
-  "make, word",
-  [
-    (lambda: model_of(Masked()), "RULES"),
-    (lambda: evaluation.Splits().check(model_of(Silent()), predicts=True), "lacks predict"),
-  ],
-)
-def test_what_is_incomplete_is_named(make, word):
-  with pytest.raises(ValueError, match=word):
-    make()
+def test_a_network_that_masks_itself_is_refused():
+  with pytest.raises(ValueError, match="RULES"):
+    model_of(Masked())
 
 
 def test_a_run_does_without_flops_where_its_code_fails(monkeypatch, caplog):

@@ -14,7 +14,7 @@ from nm_sparsity_jax.trainer.workloads import Workload
 from nm_sparsity_jax.training import roles
 
 # SPARSITY_RULES may say 'hidden'.
-roles.register(roles.Family(name="own_mlp", roles={"hidden": r"hidden_\d+/kernel"}))
+roles.register("own_mlp", {"hidden": r"hidden_\d+/kernel"})
 
 
 class Mlp(nn.Module):

@@ -94,13 +94,13 @@ def _of_checkpoint(args: argparse.Namespace) -> Any:
 
   made, path = network(args), checkpoint.find(args.checkpoint)
   if checkpoint.read(path).packed is not None:
-    variables = packed_file.read(path)
+    variables, _ = packed_file.read(path)
   else:
     with tempfile.TemporaryDirectory() as room:
       # A checkpoint is packed as `pack` does it, so its rules and its proof are the same.
       file = f"{room}/packed.safetensors"
       runs.pack(path, file, dtype=args.dtype)
-      variables = packed_file.read(file)
+      variables, _ = packed_file.read(file)
   params = variables.pop("params")
   return bench.bench(
     made, params, state=variables, batch=args.batch, inputs=args.inputs, title=path

@@ -48,10 +48,10 @@ def run(args: argparse.Namespace) -> int:
   from nm_sparsity_jax import runs
 
   rules = _flags.rules(args)
-  made = runs.export(args.checkpoint, args.out, **rules, feed_forward=args.feed_forward)
+  proof = runs.export(args.checkpoint, args.out, **rules, feed_forward=args.feed_forward)
   if args.json:
-    print(json.dumps(made.as_dict(), indent=2))
-    return 0 if made.ok else 1
-  print(f"{made.path}: {made.tensors} tensors of {made.source.path}, as they were written")
-  print("It is dense: nothing to prove." if made.proof is None else f"\n{made.proof}")
-  return 0 if made.ok else 1
+    print(json.dumps(proof and proof.as_dict(), indent=2))
+    return 0 if proof is None or proof.ok else 1
+  print(f"{args.out}: the weights of {args.checkpoint}, as they were written")
+  print("It is dense: nothing to prove." if proof is None else f"\n{proof}")
+  return 0 if proof is None or proof.ok else 1

@@ -9,8 +9,8 @@ with the sparse model or with T5X's own, and you can fine-tune it. The command s
 magnitude it removed, reads what it wrote, and proves it. Its notes.json holds the rules that you
 gave with --rules, so that `nm-sparsity verify` needs none. T5X is not needed.
 
-A folder of Hugging Face's T5 becomes another one, OUT itself. It has no place for rules: `verify`,
-`pack` and `export` need --rules once more.
+A folder of Hugging Face's T5 becomes such a checkpoint too, which `nm-sparsity export` turns into a
+folder again.
 
 While the schedule is not over, the removed weights may still matter, so the command refuses.
 --early allows it.
@@ -41,14 +41,9 @@ def run(args: argparse.Namespace) -> int:
   """Makes zeros, writes, proves, prints."""
   from nm_sparsity_jax import runs
 
-  made = runs.finalize(args.checkpoint, args.out, early=args.early, **_flags.rules(args))
+  proof = runs.finalize(args.checkpoint, args.out, early=args.early, **_flags.rules(args))
   if args.json:
-    print(json.dumps(made.as_dict(), indent=2))
-    return 0 if made.ok else 1
-  print(verify.head(made.source, made.proof.rules, args.checkpoint))
-  if made.source.average:
-    print("of the moving average of its parameters, as it was scored")
-  print(f"\n{made}")
-  if made.proof.stored.known_rules is None:  # a folder of Hugging Face's has no place for them
-    print("It holds no rules: give --rules to `nm-sparsity verify`, `pack` and `export` as well.")
-  return 0 if made.ok else 1
+    print(json.dumps(proof.as_dict(), indent=2))
+    return 0 if proof.ok else 1
+  print(f"{verify.head(proof.stored, proof.rules, proof.stored.path)}\n\n{proof}")
+  return 0 if proof.ok else 1

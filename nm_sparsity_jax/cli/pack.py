@@ -18,6 +18,7 @@ Exit code: 0 = written, 1 = not.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 
 from nm_sparsity_jax.cli import _flags
@@ -40,10 +41,9 @@ def run(args: argparse.Namespace) -> int:
   """Packs, reads back, prints the sizes."""
   from nm_sparsity_jax import runs
 
-  made = runs.pack(args.checkpoint, args.out, **_flags.rules(args), dtype=args.dtype)
+  report = runs.pack(args.checkpoint, args.out, **_flags.rules(args), dtype=args.dtype)
   if args.json:
-    print(json.dumps(made.as_dict(), indent=2))
+    print(json.dumps(dataclasses.asdict(report), indent=2))
   else:
-    print(f"{made.path}: {made.bytes:,} bytes, of {made.source.path}, read back as written\n")
-    print(made.report)
+    print(f"{args.out}: the weights of {args.checkpoint}, read back as written\n\n{report}")
   return 0

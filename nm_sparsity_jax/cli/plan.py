@@ -30,7 +30,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
   add("--checkpoint", metavar="DIR", help="look at this checkpoint, not at the one that gin names")
   add("--topology", metavar="NAME", help="compile the step for TPUs such as v5e:4x4 (needs libtpu)")
   add("--json", action="store_true", help="print the report as JSON")
-  add("--allow-unknown", action="store_true", help="allow an override that nothing reads")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -40,8 +39,6 @@ def run(args: argparse.Namespace) -> int:
   from nm_sparsity_jax.integrations import gin_files
 
   with contextlib.nullcontext() if args.debug else gin_files.quiet():
-    report = plan.plan(
-      args.gin_file, args.gin_bindings, where, args.checkpoint, args.allow_unknown, args.topology
-    )
+    report = plan.plan(args.gin_file, args.gin_bindings, where, args.checkpoint, args.topology)
   print(json.dumps(report, indent=2) if args.json else plan.render(report))
   return 0 if report["ok"] else 1

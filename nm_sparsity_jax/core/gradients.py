@@ -14,18 +14,6 @@ from jax.ad_checkpoint import checkpoint_name
 
 from nm_sparsity_jax.core import masks
 
-MODES = ("masked", "straight_through")
-
-
-def check_mode(mode: str | None) -> None:
-  """Refuses a mode that is neither None nor one of `MODES`."""
-  if mode is not None and mode not in MODES:
-    raise ValueError(
-      f"gradient={mode!r}: choose 'masked' (autodiff: a pruned weight gets D times the "
-      "gradient), 'straight_through' (every weight gets the whole gradient), or None for the "
-      "recipe's own."
-    )
-
 
 def blend(w: jax.Array, mask: jax.Array, decay: jax.Array, mode: str) -> jax.Array:
   """Returns the effective weight W~ = W * (mask + D * (1 - mask)).
@@ -46,7 +34,7 @@ def blend(w: jax.Array, mask: jax.Array, decay: jax.Array, mode: str) -> jax.Arr
     w: float array, the stored parameter.
     mask: bool, shape of `w`, True = kept.
     decay: D, float32 scalar.
-    mode: one of `MODES`.
+    mode: 'masked' or 'straight_through'.
 
   Returns:
     Shape and dtype of `w`.

@@ -11,8 +11,10 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
@@ -60,12 +62,8 @@ class Groups:
 
   @functools.cached_property
   def order(self) -> tuple[int, ...]:
-    """Returns the transposition that makes the grouped axes adjacent: axes between them go first.
-
-    It is the identity unless an axis lies between them.
-    """
-    between = [a for a in range(self.axes[0], self.axes[-1]) if a not in self.axes]
-    return (*between, *[a for a in range(len(self.shape)) if a not in between])
+    """Returns the transposition that puts the grouped axes last."""
+    return (*(a for a in range(len(self.shape)) if a not in self.axes), *self.axes)
 
   def count(self, pattern: NM) -> int:
     """Returns how many groups of `pattern` the weight has."""
@@ -100,20 +98,15 @@ class Groups:
       call = lambda scalar, *arrays: whole.apply(function, *arrays, scalar=scalar)
       specs = (PartitionSpec(), *[spec] * len(arrays))
       return jax.shard_map(call, mesh=mesh, in_specs=specs, out_specs=spec)(scalar, *arrays)
-    # Masks and kernels know adjacent axes alone; the transposition puts the others first.
-    if self.order != tuple(range(len(self.shape))):
-      arrays = tuple(x.transpose(self.order) for x in arrays)
-      out = self._transposed().apply(function, *arrays, scalar=scalar)
-      return out.transpose(sorted(range(out.ndim), key=self.order.__getitem__))
     if scalar is not None:
       function = functools.partial(function, scalar)
-    if not self.pad:
+    is_adjacent = self.axes[-1] - self.axes[0] == len(self.axes) - 1
+    if is_adjacent and not self.pad:
       return function(*arrays, axis=self.axis)
-    first, merged = self.axes[0], self._merged()
-    widths = [(0, self.pad * (a == first), 0) for a in range(len(merged))]
-    full = [jax.lax.pad(x.reshape(merged), x.dtype.type(0), widths) for x in arrays]
-    out = function(*full, axis=first)
-    return jax.lax.slice_in_dim(out, 0, self.length, axis=first).reshape(self.shape)
+    # Masks and kernels know adjacent axes and whole groups alone.
+    out = function(*(self._rows(x, jnp.pad) for x in arrays), axis=-1)[..., : self.length]
+    back = sorted(range(len(self.order)), key=self.order.__getitem__)
+    return out.reshape([self.shape[a] for a in self.order]).transpose(back)
 
   def magnitude_mask(
     self,
@@ -131,29 +124,22 @@ class Groups:
     return self.apply(take, w, *(() if parent is None else (parent,)), scalar=n)
 
   def split(self, x: np.ndarray, pattern: NM) -> np.ndarray:
-    """Returns a host array cut into groups, which become its last axis; padding is zeros.
+    """Returns a host array cut into groups, as its last two axes; padding is zeros.
 
-    The groups are numbered in the order of the other axes: `split(x, pattern).reshape(-1, m)` has
-    one group a row, and `start` says where in the weight a row begins.
+    The other axes come first, in their order: `split(x, pattern).reshape(-1, m)` has one group a
+    row, and `start` says where in the weight a row begins.
 
-    >>> Groups((4, 2), axis=0).split(np.arange(8).reshape(4, 2), NM(1, 2)).reshape(-1, 2).tolist()
-    [[0, 2], [1, 3], [4, 6], [5, 7]]
+    >>> Groups((4, 2), axis=0).split(np.arange(8).reshape(4, 2), NM(1, 2)).tolist()
+    [[[0, 2], [4, 6]], [[1, 3], [5, 7]]]
     """
-    here = self._transposed()
-    first, merged = here.axes[0], here._merged()
-    widths = [(0, self.pad * (a == first)) for a in range(len(merged))]
-    x = x.transpose(self.order).reshape(merged)
-    if self.pad:  # or it would be a copy
-      x = np.pad(x, widths)
-    whole = self.size // pattern.m
-    cut = x.reshape(*x.shape[:first], whole, pattern.m, *x.shape[first + 1 :])
-    return np.moveaxis(cut, first + 1, -1)
+    rows = self._rows(x, np.pad)
+    return rows.reshape(*rows.shape[:-1], self.size // pattern.m, pattern.m)
 
   def start(self, group: int, pattern: NM) -> tuple[int, ...]:
     """Returns the index in the weight of the first entry of a group, numbered as by `split`.
 
-    >>> Groups((4, 2), axis=0).start(3, NM(1, 2))
-    (2, 1)
+    >>> Groups((4, 2), axis=0).start(2, NM(1, 2))
+    (0, 1)
     """
     numbers = self.split(np.arange(math.prod(self.shape)).reshape(self.shape), pattern)
     first = numbers.reshape(-1, pattern.m)[group, 0]
@@ -186,13 +172,8 @@ class Groups:
       return False
     return mesh.devices.flat[0].platform == _PLATFORM
 
-  def _transposed(self) -> Groups:
-    """Returns the same groups after `order`."""
-    shape = tuple(self.shape[a] for a in self.order)
-    axes = tuple(self.order.index(a) for a in self.axes)
-    return dataclasses.replace(self, shape=shape, axis=axes)
-
-  def _merged(self) -> tuple[int, ...]:
-    """Returns the shape without padding, with the grouped axes, which are adjacent, as one axis."""
-    axes = self.axes
-    return (*self.shape[: axes[0]], self.length, *self.shape[axes[-1] + 1 :])
+  def _rows(self, x: Any, pad: Callable[..., Any]) -> Any:
+    """Returns an array with the grouped axes, padded, as its last axis."""
+    others = [self.shape[a] for a in self.order[: -len(self.axes)]]
+    rows = x.transpose(self.order).reshape(*others, self.length)
+    return pad(rows, [*[(0, 0)] * len(others), (0, self.pad)]) if self.pad else rows

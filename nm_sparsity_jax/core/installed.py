@@ -78,15 +78,20 @@ def versions(*names: str) -> dict[str, str]:
   return {name: text for name, text in found.items() if text is not None}
 
 
+def cores() -> int:
+  """Returns how many cores this process may use."""
+  allowed = getattr(os, "sched_getaffinity", None)  # not there outside Linux
+  return len(allowed(0)) if allowed else os.cpu_count() or 1
+
+
 def environment() -> dict[str, str]:
-  """Returns what the bits of a run depend on, beside its settings: name -> value."""
+  """Returns what the bits of a run depend on in addition to its settings: name -> value."""
   import jax
 
   kinds = collections.Counter(d.device_kind for d in jax.local_devices())
-  cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
   found = {
     "devices": ", ".join(f"{n} x {kind}" for kind, n in kinds.items()),
-    "cores": str(cores),
+    "cores": str(cores()),
     "platform": platform.platform(),
   }
   found |= versions(*_TRAINS)

@@ -9,6 +9,7 @@ pass. It is never a global step of a checkpoint that the run started from.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -137,31 +138,11 @@ class Curve:
 
   Attributes:
     value: (j, xp) -> D(j), float32, for an array j of the library `xp`, jax.numpy or numpy.
-    end: the first j from which on D(j) is 0.
-    knots: the j at which D(j) has a corner, for the timeline.
+    knots: the j at which D(j) has a corner, or becomes 0, for the timeline.
   """
 
   value: Callable[[Any, Any], Any]
-  end: int
-  knots: tuple[int, ...] = ()
-
-
-def hard() -> Curve:
-  """Returns D = 0: a pruned weight is 0 at once."""
-  return Curve(lambda j, xp: xp.zeros(xp.shape(j), xp.float32), end=0)
-
-
-def linear(horizon: float) -> Curve:
-  """Returns D = max(1 - j / horizon, 0), MDGF-Linear with beta = 1 / horizon."""
-  horizon = min(horizon, 1e30)  # float32 holds it and its inverse
-
-  def value(j, xp):
-    left = xp.float32(horizon) - xp.asarray(j).astype(xp.float32)
-    line = xp.maximum(left * xp.float32(1 / horizon), xp.float32(0))
-    return xp.where(xp.asarray(j) <= 0, xp.float32(1), xp.minimum(line, xp.float32(1)))
-
-  # D is computed from the horizon that float32 holds, so it ends there.
-  return Curve(value, end=math.ceil(np.float32(min(horizon, 2**31 - 1))))
+  knots: tuple[int, ...]
 
 
 def exponential(beta: float) -> Curve:
@@ -173,61 +154,49 @@ def exponential(beta: float) -> Curve:
     d = xp.exp(xp.float32(-beta) * xp.maximum(j.astype(xp.float32), xp.float32(0)))
     return xp.where(j < end, d, xp.float32(0))
 
-  return Curve(value, end)
+  return Curve(value, (end,))
 
 
-def piecewise(knots: Sequence[tuple[int, float]], dense: int) -> Curve:
-  """Returns D that runs linearly between knots (step, D) and is constant outside.
-
-  Args:
-    knots: of the sparse run, steps rising.
-    dense: the step of j = 0.
-  """
+def piecewise(*knots: tuple[float, float]) -> Curve:
+  """Returns D that runs linearly between knots (j, D), j rising, and is constant outside."""
+  # D is computed from the knots that float32 holds, so it turns where those are passed.
+  starts = [min(math.ceil(np.float32(j)), 2**31 - 1) for j, _ in knots]
+  pairs = list(itertools.pairwise(zip(starts, knots, strict=True)))
 
   def value(j, xp):
-    step = xp.asarray(j + xp.int32(dense))
-    d = xp.float32(knots[0][1]) * xp.ones(step.shape, xp.float32)
-    for (a, da), (b, db) in zip(knots, knots[1:], strict=False):
-      slope = (db - da) / (b - a)
+    j = xp.asarray(j)
+    d = xp.full(j.shape, knots[0][1], xp.float32)
+    for (start, (a, da)), (stop, (b, db)) in pairs:
+      if da == db:
+        continue
       # The line by its zero: one difference, one product.
-      zero = xp.float32(a - da / slope if slope else 0)
-      line = (step.astype(xp.float32) - zero) * xp.float32(slope)
-      low, high = min(da, db), max(da, db)
-      line = xp.clip(line, xp.float32(low), xp.float32(high)) if slope else xp.float32(da)
-      d = xp.where(step > a, line, d)
-      d = xp.where(step >= b, xp.float32(db), d)
+      zero = xp.float32(a - da * (b - a) / (db - da))
+      line = (j.astype(xp.float32) - zero) * xp.float32((db - da) / (b - a))
+      line = xp.clip(line, xp.float32(min(da, db)), xp.float32(max(da, db)))
+      d = xp.where(j > start, line, d)
+      d = xp.where(j >= stop, xp.float32(db), d)
     return d
 
-  positive = [i for i, (_, d) in enumerate(knots) if d]
-  zero_from = min(max(positive, default=-1) + 1, len(knots) - 1)
   # Where D rises from 0, it is 0 for one step: a segment of its own.
-  rises = [a + 1 for (a, da), (_, db) in zip(knots, knots[1:], strict=False) if not da and db]
-  corners = (*(step for step, _ in knots), *rises)
-  return Curve(value, knots[zero_from][0] - dense, tuple(step - dense for step in corners))
+  rises = [start + 1 for (start, (_, da)), (_, (_, db)) in pairs if not da and db]
+  return Curve(value, (*starts, *rises))
 
 
-def default_horizon(phases: Phases) -> float:
-  """Returns j* = min(0.7 * total, total - finetune) - dense, when a decay is over by default.
-
-  The paper's rule of thumb: D reaches 0 at about 70 % of the budget.
-  """
-  horizon = min(0.7 * phases.total, phases.finetune_start) - phases.dense
-  if horizon <= 0:
-    raise ValueError(
-      "beta=None lets D reach 0 after min(0.7 * total, total - finetune) - dense = "
-      f"{horizon:g} steps of the sparsify phase, which must be positive: {phases}. Shorten the "
-      "dense or fine-tune phase, or give beta."
-    )
-  return horizon
+HARD = piecewise((0, 0.0))  # a pruned weight is 0 at once
 
 
 def decay(kind: str | None, beta: float | None, phases: Phases) -> Curve:
   """Returns the curve of a kind of decay: 'linear', 'exponential', or None for hard masks.
 
+      linear        D = max(1 - beta * j, 0)
+      exponential   D = exp(-beta * j)
+
+  By default D is 0, or 1 / 1000, after j* = min(0.7 * total, total - finetune) - dense steps. The
+  paper's rule of thumb is 70 % of the budget.
+
   Args:
     kind: of decay.
-    beta: how fast D falls. None takes 1 / j* (linear) or ln(1000) / j* (exponential), with j* of
-      `default_horizon`.
+    beta: how fast D falls; None takes 1 / j* (linear) or ln(1000) / j* (exponential).
     phases: the steps of the sparse run.
   """
   if kind not in (None, "linear", "exponential") or (kind is None and beta is not None):
@@ -237,11 +206,19 @@ def decay(kind: str | None, beta: float | None, phases: Phases) -> Curve:
     )
   if beta is not None and not 0 < beta < math.inf:
     raise ValueError(f"beta={beta!r}: give a positive number, or D would not fall.")
-  if kind == "linear":
-    return linear(default_horizon(phases) if beta is None else 1 / beta)
+  if kind is None:
+    return HARD
+  horizon = min(0.7 * phases.total, phases.finetune_start) - phases.dense
+  if beta is None and horizon <= 0:
+    raise ValueError(
+      "beta=None lets D reach 0 after min(0.7 * total, total - finetune) - dense = "
+      f"{horizon:g} steps of the sparsify phase, which must be positive: {phases}. Shorten the "
+      "dense or fine-tune phase, or give beta."
+    )
   if kind == "exponential":
-    return exponential(math.log(1000) / default_horizon(phases) if beta is None else beta)
-  return hard()
+    return exponential(math.log(1000) / horizon if beta is None else beta)
+  # float32 holds 1e30 and its inverse.
+  return piecewise((0, 1.0), (min(horizon if beta is None else 1 / beta, 1e30), 0.0))
 
 
 # --- timeline ---------------------------------------------------------------------------------

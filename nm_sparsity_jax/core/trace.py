@@ -49,7 +49,7 @@ def trace(function: Callable[..., Any], params: Any, *inputs: Any) -> Traced:
   products sum over different axes of it, where a loop changes it from turn to turn, and where data
   mixes kernels before they are multiplied. A product with a one-hot is a look-up: no axis is
   contracted, and no arithmetic counts. A `while` loop counts as one turn, a `cond` as all of its
-  branches, and `shard_map` as the sum of its devices. The inside of a Pallas kernel is not seen.
+  branches, and `shard_map` as one of its devices. The inside of a Pallas kernel is not seen.
 
   >>> import jax.numpy as jnp
   >>> params = {"w": jnp.ones((8, 4)), "v": jnp.ones((2, 8))}
@@ -74,7 +74,8 @@ def trace(function: Callable[..., Any], params: Any, *inputs: Any) -> Traced:
   jaxpr = jax.make_jaxpr(of_arrays)(*filter(is_array, leaves)).jaxpr
   shapes = {path: tuple(x.shape) for path, x in flatten(params) if is_array(x)}
   walk = _Walk({path: math.prod(shape) for path, shape in shapes.items()})
-  values = [_Value(False, (_Track(path, _whole(shape)),)) for path, shape in shapes.items()]
+  whole = lambda shape: tuple(((frozenset([i]), n),) for i, n in enumerate(shape))
+  values = [_Value(False, (_Track(path, whole(shape)),)) for path, shape in shapes.items()]
   walk.run(jaxpr, [*values, *[_DATA] * (len(jaxpr.invars) - len(values))])
   axes, refused = {}, {}
   for path in shapes:
@@ -82,9 +83,7 @@ def trace(function: Callable[..., Any], params: Any, *inputs: Any) -> Traced:
     if path in walk.lost:
       refused[path] = walk.lost[path]
     elif not any(found):
-      statistic = walk.statistics.get(path)
-      hint = f", and {statistic} makes a statistic of it" if statistic else ""
-      refused[path] = f"no product sums over an axis of it{hint}"
+      refused[path] = "no product sums over an axis of it"
     elif len(found) > 1:
       refused[path] = f"it is summed over along {' and along '.join(map(str, found))}"
     else:
@@ -144,7 +143,6 @@ class _Walk:
     self.sizes = sizes
     self.products: dict[str, dict[tuple[int, ...], None]] = collections.defaultdict(dict)
     self.lost: dict[str, str] = {}
-    self.statistics: dict[str, str] = {}  # path -> the primitive that makes one
     self.macs: dict[str, int] = collections.defaultdict(int)
     self.others: list[tuple[str, int]] = []
 
@@ -181,16 +179,12 @@ class _Walk:
       found = [self.run(branch.jaxpr, known[1:], turns, scope) for branch in params["branches"]]
       return [self._either(outs) for outs in zip(*found, strict=True)]
     if (inner := _inner(eqn)) is not None:
-      if name == "shard_map":  # what it calls is the program of one device
-        manual = params.get("newly_manual_axes", params.get("manual_axes"))  # JAX 0.9: the second
-        turns *= math.prod(params["mesh"].shape[a] for a in manual)
       return self.run(inner, known, turns, scope)
     # What has a jaxpr of other arguments, such as a Pallas kernel, goes on as any other primitive.
     if name in _EACH_ALONE:
       return known
     kind = _kind(name, known)
     if _is_statistic(eqn):
-      self.statistics.update((track.path, name) for track in _weights(known))
       return [_Value(_any_data(known), (), kind)] * len(eqn.outvars)
     if name == "dynamic_slice":
       known = known[:1]  # whichever rows data picks, its axes are the same
@@ -274,9 +268,8 @@ class _Walk:
       value._replace(tracks=tuple(t._replace(dims=t.dims and t.dims[1:]) for t in value.tracks))
       for value in known[consts + carries :]
     ]
-    first, carry = known[:consts], known[consts : consts + carries]
-    carry = self._carry(body, first, carry, layers, "scan")
-    outs = self.run(body, [*first, *carry, *layers], turns * eqn.params["length"], scope)
+    carry = self._carry(known, known[consts : consts + carries])
+    outs = self.run(body, [*known[:consts], *carry, *layers], turns * eqn.params["length"], scope)
     # Results of all turns are stacked: their weights have an axis that no axis of a parameter is.
     return [*carry, *(_hidden([out], "scan") for out in outs[carries:])]
 
@@ -284,33 +277,19 @@ class _Walk:
     p = eqn.params
     test, body = p["cond_jaxpr"].jaxpr, p["body_jaxpr"].jaxpr
     skip, first = p["cond_nconsts"], p["cond_nconsts"] + p["body_nconsts"]
-    carry = self._carry(body, known[skip:first], known[first:], (), "while")
+    carry = self._carry(known, known[first:])
     # Data decide how often a while loop turns, so it counts as one turn.
     self.run(test, [*known[:skip], *carry], turns, scope)
     self.run(body, [*known[skip:first], *carry], turns, scope)
     return carry
 
-  def _carry(
-    self,
-    body: Any,
-    consts: Sequence[_Value],
-    carry: Sequence[_Value],
-    layers: Sequence[_Value],
-    name: str,
-  ) -> list[_Value]:
-    """Returns a carry that is the same after a turn, and gives up the weights in it that change."""
-    carry = [_DATA if value.is_data else value._replace(kind="") for value in carry]
-    while True:
-      # A walk of its own: what a turn does is noted once the carry is known.
-      outs = _Walk(self.sizes).run(body, [*consts, *carry, *layers])[: len(carry)]
-      outs = [value._replace(kind="") for value in outs]
-      changed = [i for i, (now, then) in enumerate(zip(carry, outs, strict=True)) if now != then]
-      weights = _weights([values[i] for values in (carry, outs) for i in changed])
-      self._lose(weights, f"it changes from turn to turn of a {name}")
-      # Each turn of this loop makes at least one more value data, so it ends.
-      if all(carry[i].is_data for i in changed):
-        return carry
-      carry = [_DATA if i in changed else value for i, value in enumerate(carry)]
+  def _carry(self, known: Sequence[_Value], carry: Sequence[_Value]) -> list[_Value]:
+    """Returns what is carried from turn to turn: data, where data enters the loop at all.
+
+    A weight that is carried may be another one in the next turn, so nobody can follow it.
+    """
+    self._lose(_weights(carry), "a loop carries it from turn to turn")
+    return [_Value(_any_data(known))] * len(carry)
 
 
 def _inner(eqn: Any) -> Any:
@@ -418,25 +397,17 @@ def _is_mixture(track: _Track, summed: Sequence[int], kept: Sequence[int]) -> bo
 def _moved(eqn: Any, known: Sequence[_Value], i: int) -> _Value:
   """Returns what output i of an equation depends on, and where the axes of parameters are in it."""
   name, out, is_data = eqn.primitive.name, eqn.outvars[i].aval.shape, _any_data(known)
-  tracks = []
-  for j, value in enumerate(known):
-    shape = eqn.invars[j].aval.shape
+  move, tracks = _MOVE.get(name), []
+  for var, value in zip(eqn.invars, known, strict=False):  # of a dynamic slice the first counts
     for track in value.tracks:
       dims = track.dims
-      if dims is not None and name in _MOVE and (j == 0 or name == "concatenate"):
-        dims = _MOVE[name](eqn.params, dims, shape, out)
-      elif name not in _SAME_SHAPE or shape != out:
-        dims = None
+      if dims is not None:
+        dims = move(eqn.params, dims, var.aval.shape, out) if move else None
       if dims is not None:
         tracks.append(_Track(track.path, dims))
       elif not is_data:
         tracks.append(_Track(track.path, None, track.lost or name))
   return _Value(is_data, tuple(dict.fromkeys(tracks)))
-
-
-def _transpose(params, dims, shape, out):
-  del shape, out
-  return tuple(dims[a] for a in params["permutation"])
 
 
 def _reshape(params, dims, shape, out):
@@ -472,24 +443,14 @@ def _broadcast(params, dims, shape, out):
   return tuple(moved)
 
 
-def _squeeze(params, dims, shape, out):
-  del shape, out
-  return tuple(dim for a, dim in enumerate(dims) if a not in params["dimensions"])
-
-
 def _resize(params, dims, shape, out):
   """Slices, pads and joins: an axis of another length is still of the same axes."""
   del params
-  if len(shape) != len(out):  # what devices gather may be stacked
+  if len(shape) != len(out):  # the scalar that pads
     return None
   # A part of joined axes may begin anywhere in them, so all of them stand for it.
   pairs = zip(dims, shape, out, strict=True)
   return tuple(dim if n == m else ((_parts([dim]), m),) for dim, n, m in pairs)
-
-
-def _whole(shape: Sequence[int]) -> tuple[_Dim, ...]:
-  """Returns the axes of a parameter as it is."""
-  return tuple(((frozenset([i]), n),) for i, n in enumerate(shape))
 
 
 def _unknown(shape: Sequence[int]) -> list[_Dim]:
@@ -502,23 +463,28 @@ def _parts(dims: Iterable[_Dim]) -> frozenset[int]:
   return frozenset[int]().union(*(axes for dim in dims for axes, _ in dim))
 
 
-_MOVE: Mapping[str, Callable[..., tuple[_Dim, ...] | None]] = {
-  "transpose": _transpose,
-  "reshape": _reshape,
-  "broadcast_in_dim": _broadcast,
-  "squeeze": _squeeze,
-  **dict.fromkeys(("slice", "dynamic_slice", "split", "pad", "concatenate", "all_gather"), _resize),
-}
 # Elementwise, of one shape: a product with a mask, a cast, a scale.
-_SAME_SHAPE = frozenset(
+_SAME_SHAPE = (
   "convert_element_type copy copy_p mul add sub div neg sign abs exp log tanh logistic sqrt rsqrt "
   "integer_pow pow square max min clamp select_n stop_gradient reduce_precision rev round floor "
   "sharding_constraint layout_constraint mesh_cast "
   "reshard add_any nm_pinned erf cbrt expm1 log1p sin cos is_finite".split()
 )
+_RESIZE = ("slice", "dynamic_slice", "split", "pad", "concatenate")
+# What moves the axes of a weight so that they can be followed.
+_MOVE: Mapping[str, Callable[..., tuple[_Dim, ...] | None]] = {
+  **dict.fromkeys(_SAME_SHAPE, lambda params, dims, shape, out: dims if shape == out else None),
+  **dict.fromkeys(_RESIZE, _resize),
+  "transpose": lambda params, dims, *_: tuple(dims[a] for a in params["permutation"]),
+  "squeeze": lambda params, dims, *_: tuple(
+    dim for a, dim in enumerate(dims) if a not in params["dimensions"]
+  ),
+  "reshape": _reshape,
+  "broadcast_in_dim": _broadcast,
+}
 # What leaves the entries of a one-hot as they are.
 _KEEP_ENTRIES = frozenset(
   "convert_element_type copy copy_p transpose reshape broadcast_in_dim squeeze".split()
 )
-# Each output is one operand, or its sum over devices.
-_EACH_ALONE = frozenset("optimization_barrier device_put pvary psum psum_invariant".split())
+# Each output is one operand.
+_EACH_ALONE = ("optimization_barrier", "device_put", "pvary")

@@ -9,11 +9,10 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import jax
-
-_Fact = TypeVar("_Fact", bound=Hashable)
+from flax import traverse_util
 
 
 @functools.cache
@@ -21,13 +20,7 @@ def path_name(keys: tuple[Any, ...]) -> str:
   """Returns 'a/b/0/kernel' for a jax key path, without a trailing `.value` (of flax boxes)."""
   if keys and getattr(keys[-1], "name", None) in ("value", "raw_value"):
     keys = keys[:-1]
-  words = []
-  for k in keys:
-    for field in ("key", "name", "idx"):
-      if hasattr(k, field):
-        words.append(str(getattr(k, field)))
-        break
-  return "/".join(words)
+  return jax.tree_util.keystr(keys, simple=True, separator="/")
 
 
 def flatten(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> list[tuple[str, Any]]:
@@ -42,14 +35,7 @@ def nested(leaves: Mapping[str, Any]) -> dict[str, Any]:
   >>> nested({"mlp/wi/kernel": 1, "mlp/wo/kernel": 2})
   {'mlp': {'wi': {'kernel': 1}, 'wo': {'kernel': 2}}}
   """
-  tree: dict[str, Any] = {}
-  for path, leaf in leaves.items():
-    *folders, last = path.split("/")
-    node = tree
-    for word in folders:
-      node = node.setdefault(word, {})
-    node[last] = leaf
-  return tree
+  return traverse_util.unflatten_dict(dict(leaves), sep="/")
 
 
 def map_with_names(function: Callable[[str, Any], Any], tree: Any) -> Any:
@@ -57,61 +43,58 @@ def map_with_names(function: Callable[[str, Any], Any], tree: Any) -> Any:
   return jax.tree_util.tree_map_with_path(lambda keys, x: function(path_name(keys), x), tree)
 
 
-def group(paths: Sequence[str], words: bool = False) -> list[tuple[str, list[str]]]:
+def group(paths: Sequence[str]) -> list[tuple[str, list[str]]]:
   """Merges paths that differ in one word only.
 
   Layers come first: their words end in a number.
 
   >>> group(["a/layers_0/k", "a/layers_1/k", "a/layers_3/k"])[0][0]
   'a/layers_{0,1,3}/k'
-  >>> group([f"a/layers_{i}/k" for i in range(12)])[0][0]
-  'a/layers_{0..11}/k'
+  >>> group([f"a/layers_{i}/{x}" for i in range(12) for x in "qk"])[0][0]
+  'a/layers_{0..11}/{k,q}'
   >>> group([f"blocks.{i}.fc1.weight" for i in range(12)])[0][0]
   'blocks.{0..11}.fc1.weight'
 
   Args:
     paths: '/'-joined paths, or PyTorch's, which '.' joins.
-    words: also merges paths that differ in a word without a number.
 
   Returns:
     [(name, its paths)].
   """
   mark = "/" if any("/" in path for path in paths) else "."
-  by_number = lambda word: re.fullmatch(r"(.*_|)(\d+)", word)
-  by_word = lambda word: re.fullmatch(r"()(.*)", word)
-  named = [(tuple(path.split(mark)), [path]) for path in paths]
-  for cut in (by_number, by_word) if words else (by_number,):
-    for position in range(max((len(name) for name, _ in named), default=0)):
-      named = _merged(named, position, cut)
-  return [(mark.join(name), of) for name, of in named]
+  named = {tuple(path.split(mark)): [path] for path in paths}
+  for varying in r"(.*_|)(\d+)", r"()(.*)":
+    for position in range(max(map(len, named), default=0)):
+      named = _merged(named, position, varying)
+  return [(mark.join(name), of) for name, of in named.items()]
 
 
-def _merged(named: list, position: int, cut: Callable[[str], re.Match[str] | None]) -> list:
+def _merged(named: Mapping, position: int, varying: str) -> dict[tuple[str, ...], list[str]]:
   """Joins names, as words, that are equal but for the varying end of the word at a position."""
-  members: dict[tuple, list[tuple[str, list[str]]]] = {}  # what is equal -> varying ends, paths
-  for name, paths in named:
-    found = cut(name[position]) if position < len(name) else None
+  members: dict[tuple, dict[str, list[str]]] = {}  # what is equal -> end -> paths
+  for name, paths in named.items():
+    found = re.fullmatch(varying, name[position]) if position < len(name) else None
     stem, end = found.groups() if found else (None, "")
-    key = (name[:position], stem, name[position + 1 :]) if found else (name, None, ())
-    members.setdefault(key, []).append((end, paths))
-  out = []
-  for (before, stem, after), alike in members.items():
-    word = () if stem is None else (stem + _joined([end for end, _ in alike]),)
-    out.append(((*before, *word, *after), [path for _, paths in alike for path in paths]))
+    key = (name[:position], stem, name[position + 1 :]) if found else (name, stem, ())
+    members.setdefault(key, {})[end] = paths
+  out = {}
+  for (before, stem, after), ends in members.items():
+    word = () if stem is None else (stem + _joined([*ends]),)
+    out[*before, *word, *after] = [path for paths in ends.values() for path in paths]
   return out
 
 
-def alike(facts: Mapping[str, _Fact]) -> Iterator[tuple[str, list[str], _Fact]]:
+def alike(facts: Mapping[str, Hashable]) -> Iterator[tuple[str, list[str], Any]]:
   """Yields (name, paths, fact): the paths of like layers that share a fact, as `group` merges them.
 
   Args:
     facts: path -> what must be equal in one row.
   """
-  by_fact: dict[_Fact, list[str]] = {}
+  by_fact: dict[Hashable, list[str]] = {}
   for path, fact in facts.items():
     by_fact.setdefault(fact, []).append(path)
   for fact, of in by_fact.items():
-    for name, paths in group(of, words=True):
+    for name, paths in group(of):
       yield name, paths, fact
 
 

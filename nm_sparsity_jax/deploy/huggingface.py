@@ -2,7 +2,7 @@
 
     params      <-> [to_huggingface, from_huggingface] <-> Hugging Face's name -> tensor
     config.json <-> [from_json, to_json]               <-> T5Config
-    FOLDER -> [Folder] -> config, tensors -> [write_folder] -> another FOLDER
+    FOLDER -> [Folder] -> config, tensors; params -> [write] -> another FOLDER
 
 A folder has config.json and model.safetensors, or several files that an index names. Trees are
 those of T5X and of `models.t5`, scanned or not.
@@ -10,13 +10,13 @@ those of T5X and of `models.t5`, scanned or not.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
 import os
 import pathlib
 import re
-import shutil
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import jax
@@ -33,35 +33,29 @@ from nm_sparsity_jax.models.t5 import T5Config, Transformer
 _WEIGHTS, _CONFIG = "model.safetensors", "config.json"
 _INDEX = f"{_WEIGHTS}.index.json"
 _PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json")
-# What a tokenizer and `generate` read: a folder that is made from another one keeps them.
-_COMPANIONS = (
-  "generation_config.json", "spiece.model", "tokenizer.json", "tokenizer_config.json",
-  "special_tokens_map.json", "added_tokens.json",
-)  # fmt: skip
 
 # --- the table of names ---------------------------------------------------------------------------
 
 _SHARED, _HEAD = "shared.weight", "lm_head.weight"
-_RELPOS = "block.0.layer.0.SelfAttention.relative_attention_bias.weight"
-# What lies outside of the layers, and what lies in one: ours -> theirs.
-_OUTSIDE = {
-  "token_embedder/embedding": _SHARED,
-  "encoder/relpos_bias/rel_embedding": f"encoder.{_RELPOS}",
-  "decoder/relpos_bias/rel_embedding": f"decoder.{_RELPOS}",
-  "encoder/encoder_norm/scale": "encoder.final_layer_norm.weight",
-  "decoder/decoder_norm/scale": "decoder.final_layer_norm.weight",
-  "decoder/logits_dense/kernel": _HEAD,
-}
-_MODULES = {
-  "pre_attention_layer_norm": "layer.0.layer_norm",
-  "attention": "layer.0.SelfAttention",
-  "pre_self_attention_layer_norm": "layer.0.layer_norm",
-  "self_attention": "layer.0.SelfAttention",
-  "pre_cross_attention_layer_norm": "layer.1.layer_norm",
-  "encoder_decoder_attention": "layer.1.EncDecAttention",
-}
-_MLP = {"pre_mlp_layer_norm": "layer_norm", "mlp": "DenseReluDense"}
-_KERNELS = {"query": "q", "key": "k", "value": "v", "out": "o"}
+# What becomes what in a key, in this order. The MLP is the last part of a layer, behind two kinds
+# of attention in the decoder.
+_NAMES = (
+  ("token_embedder/embedding", "shared"),
+  ("decoder/logits_dense", "lm_head"),
+  ("relpos_bias/rel_embedding", "block/0/layer/0/SelfAttention/relative_attention_bias"),
+  ("(en|de)coder_norm", "final_layer_norm"),
+  (r"encoder/layers_(\d+)/(pre_)?mlp", r"encoder/block/\1/layer/1/\2mlp"),
+  (r"decoder/layers_(\d+)/(pre_)?mlp", r"decoder/block/\1/layer/2/\2mlp"),
+  ("layers_", "block/"),
+  ("pre_mlp_", ""),
+  ("mlp", "DenseReluDense"),
+  ("pre_cross_attention_layer_norm", "layer/1/layer_norm"),
+  ("pre_(self_)?attention_layer_norm", "layer/0/layer_norm"),
+  ("encoder_decoder_attention", "layer/1/EncDecAttention"),
+  ("/(self_)?attention/", "/layer/0/SelfAttention/"),
+  (r"/(q|k|v|o)(uery|ey|alue|ut)/", r"/\1/"),
+  ("/(kernel|scale)$", ""),
+)
 # What files may hold as well: copies of the embedding, and what no T5 reads.
 _UNREAD = (
   "encoder.embed_tokens.weight", "decoder.embed_tokens.weight",
@@ -75,29 +69,24 @@ def name_of(key: str) -> Name:
   >>> name_of("decoder/layers_3/mlp/wi_0/kernel").name
   'decoder.block.3.layer.2.DenseReluDense.wi_0.weight'
   """
+  name = key
+  for ours, theirs in _NAMES:
+    name = re.sub(ours, theirs, name)
   transposed = key.endswith(("kernel", "rel_embedding"))
-  if key in _OUTSIDE:
-    return Name(_OUTSIDE[key], transposed)
-  stack, layer, block, *kernel = key.split("/")
-  # The MLP is the last part of a layer, behind two kinds of attention in the decoder.
-  last = 1 if stack == "encoder" else 2
-  module = _MODULES.get(block) or f"layer.{last}.{_MLP[block]}"
-  words = [stack, "block", layer.removeprefix("layers_"), module]
-  words += [_KERNELS.get(word, word) for word in kernel[:-1]]
-  return Name(".".join([*words, "weight"]), transposed)
+  return Name(f"{name.replace('/', '.')}.weight", transposed)
 
 
 # --- the network of a tree ------------------------------------------------------------------------
 
-# T5Config's field -> theirs, and what it is where config.json does not say.
+# T5Config's field -> theirs.
 _SIZES = {
-  "vocab_size": ("vocab_size", 32128),
-  "emb_dim": ("d_model", 512),
-  "num_heads": ("num_heads", 8),
-  "num_encoder_layers": ("num_layers", 6),
-  "num_decoder_layers": ("num_decoder_layers", None),  # as many as the encoder has
-  "head_dim": ("d_kv", 64),
-  "mlp_dim": ("d_ff", 2048),
+  "vocab_size": "vocab_size",
+  "emb_dim": "d_model",
+  "num_heads": "num_heads",
+  "num_encoder_layers": "num_layers",
+  "num_decoder_layers": "num_decoder_layers",
+  "head_dim": "d_kv",
+  "mlp_dim": "d_ff",
 }
 _CHOICES = (*_SIZES, "mlp_activations", "logits_via_embedding")
 
@@ -108,26 +97,16 @@ def is_t5(keys: Collection[str]) -> bool:
   return {"token_embedder/embedding", *norms} <= set(keys)
 
 
-def _choices(config: T5Config) -> dict[str, Any]:
-  """Returns the fields of a config that its parameters and their meaning depend on."""
-  fields = {field: getattr(config, field) for field in _CHOICES}
-  return fields | {"mlp_activations": tuple(config.mlp_activations)}
-
-
 def shapes_of(config: T5Config) -> dict[str, tuple[int, ...]]:
   """Returns key -> shape of the parameters of a network, scanned or not."""
-  found = _scanned(T5Config(**_choices(config), scan_layers=True))  # type: ignore
+  # The trace of a scan is one layer, so it is fast for any depth.
+  network = Transformer(dataclasses.replace(config, scan_layers=True))
+  ids = jax.ShapeDtypeStruct((1, 1), jnp.int32)
+  init = functools.partial(network.init, enable_dropout=False)
+  found = dict(flatten(jax.eval_shape(init, jax.random.key(0), ids, ids, ids)["params"]))
   if not config.scan_layers:
     found = apart_all(found)
   return {key: x.shape for key, x in found.items()}
-
-
-@functools.lru_cache(maxsize=8)
-def _scanned(config: T5Config) -> dict[str, jax.ShapeDtypeStruct]:
-  # The trace of a scan is one layer, so it is fast for any depth.
-  ids = jax.ShapeDtypeStruct((1, 1), jnp.int32)
-  init = functools.partial(Transformer(config).init, enable_dropout=False)
-  return dict(flatten(jax.eval_shape(init, jax.random.key(0), ids, ids, ids)["params"]))
 
 
 def config_of(shapes: Mapping[str, tuple[int, ...]], what: str) -> T5Config:
@@ -163,11 +142,12 @@ def config_of(shapes: Mapping[str, tuple[int, ...]], what: str) -> T5Config:
       logits_via_embedding="decoder/logits_dense/kernel" not in layers,
       scan_layers="encoder/encoder/mlp/wo/kernel" in shapes,
     )
+    said = difference(shapes_of(config), shapes)
   except KeyError as e:
-    raise ValueError(f"{what} is not of T5X's T5: {e.args[0]!r} is missing.") from e
-  if said := difference(shapes_of(config), shapes):
+    said = f"{e.args[0]!r} is missing"
+  if said:
     raise ValueError(f"{what} is not of T5X's T5: {said}.")
-  return config
+  return config  # pyright: ignore[reportPossiblyUnbound]
 
 
 # --- there and back -------------------------------------------------------------------------------
@@ -210,6 +190,7 @@ def from_huggingface(tensors: Mapping[str, Any], config: T5Config) -> dict[str, 
 
 def _from_tensors(tensors: Mapping[str, Any], config: T5Config, what: str) -> dict[str, Lazy]:
   unread = {*_UNREAD, *([_HEAD] if config.logits_via_embedding else [])}
+  # A name that nobody knows stays: it is refused, since it may be a weight.
   own = {name: x for name, x in tensors.items() if name not in unread}
   layers = names.from_tensors(own, name_of, shapes_of(without_scan(config)), what)
   return restacked(layers, shapes_of(config))
@@ -231,17 +212,21 @@ def read(path: str | os.PathLike, config: T5Config | None = None) -> dict[str, A
 
 
 def write(path: str | os.PathLike, params: Mapping[str, Any], config: T5Config) -> None:
-  """Writes a new folder of Hugging Face's T5.
+  """Writes a new folder of Hugging Face's T5: all of it, or nothing.
 
       write("model", params, network.config)
 
   Args:
-    path: of the folder, which must not be there.
+    path: of the folder, which must not be there; its parents are made.
     params: as in `to_huggingface`.
     config: of their network.
   """
   tensors = to_huggingface(params, config)
-  write_folder(path, tensors, to_json(config, str(tensors[_SHARED].dtype)))
+  values = to_json(config, str(tensors[_SHARED].dtype))
+  with safetensors_file.whole(path) as unfinished:
+    unfinished.mkdir()
+    safetensors_file.write(unfinished / _WEIGHTS, tensors)
+    (unfinished / _CONFIG).write_text(json.dumps(values, indent=2, sort_keys=True) + "\n")
 
 
 # --- config.json ----------------------------------------------------------------------------------
@@ -266,9 +251,6 @@ ACTIVATIONS = {
 def from_json(found: Mapping[str, Any], what: str) -> T5Config:
   """Returns the sizes and choices of a config.json.
 
-  >>> from_json({"model_type": "t5", "d_model": 64, "tie_word_embeddings": False}, "it").emb_dim
-  64
-
   Args:
     found: its values.
     what: says in an error what was looked at.
@@ -279,14 +261,14 @@ def from_json(found: Mapping[str, Any], what: str) -> T5Config:
   for name, value in {"model_type": "t5", **_FIXED}.items():
     if found.get(name, _FIXED.get(name)) != value:
       raise ValueError(f"{what}: {name} is {found.get(name)!r}, and {value!r} in every T5 of T5X.")
-  sizes = {field: found.get(name) or usual for field, (name, usual) in _SIZES.items()}
-  sizes["num_decoder_layers"] = sizes["num_decoder_layers"] or sizes["num_encoder_layers"]
+  # The first T5s have as many decoder layers as encoder layers, and say it once.
+  known = {"num_decoder_layers": found["num_layers"], **found}
   # T5 1.0 ties its logits to the embedding and scales them by d_model ** -0.5; T5 1.1 does neither.
   # `tie_word_embeddings` says both, but transformers 5 saves it as true for T5 1.1 as well, and
   # says by `scale_decoder_outputs` which one it is.
   ties = found.get("scale_decoder_outputs", found.get("tie_word_embeddings", True))
   return T5Config(
-    **sizes,
+    **{field: known[name] for field, name in _SIZES.items()},
     mlp_activations=activations_of(found.get("feed_forward_proj", "relu"), what),
     dropout_rate=found.get("dropout_rate", 0.1),
     logits_via_embedding=bool(ties),
@@ -320,19 +302,15 @@ def to_json(config: T5Config, dtype: str = "float32") -> dict[str, Any]:
     dtype: of the tensors, as numpy calls it.
 
   Raises:
-    ValueError: transformers has no such activation.
+    KeyError: transformers has no such activations.
   """
-  activations = tuple(config.mlp_activations)
-  words = [word for word, of in ACTIVATIONS.items() if of == activations]
-  if not words:
-    known = ", ".join(map(str, ACTIVATIONS.values()))
-    raise ValueError(f"mlp_activations={activations}: transformers' T5 has {known} only.")
+  words = {of: word for word, of in ACTIVATIONS.items()}
   return {
     "architectures": ["T5ForConditionalGeneration"],
     "model_type": "t5",
-    **{name: getattr(config, field) for field, (name, _) in _SIZES.items()},
+    **{name: getattr(config, field) for field, name in _SIZES.items()},
     **_FIXED,
-    "feed_forward_proj": words[0],
+    "feed_forward_proj": words[tuple(config.mlp_activations)],
     "dropout_rate": config.dropout_rate,
     "tie_word_embeddings": bool(config.logits_via_embedding),
     "is_encoder_decoder": True,
@@ -364,7 +342,6 @@ class Folder:
 
   Attributes:
     path: of the folder.
-    json: the values of config.json.
     config: what they say; without a scan.
     tensors: name -> array, which is read when it is asked for.
 
@@ -375,9 +352,10 @@ class Folder:
 
   def __init__(self, path: str | os.PathLike):
     self.path, folder = os.fspath(path), pathlib.Path(path)
-    self.json = json.loads((folder / _CONFIG).read_bytes())
-    self.config = from_json(self.json, repr(os.path.join(self.path, _CONFIG)))
+    values = json.loads((folder / _CONFIG).read_bytes())
+    self.config = from_json(values, repr(os.path.join(self.path, _CONFIG)))
     files = {_WEIGHTS}
+    # Large models lie in several files.
     if (folder / _INDEX).is_file():
       files = set(json.loads((folder / _INDEX).read_bytes())["weight_map"].values())
     elif not (folder / _WEIGHTS).is_file():
@@ -385,7 +363,7 @@ class Folder:
     self.tensors: dict[str, Lazy] = {}
     for file in sorted(files):
       self.tensors |= safetensors_file.Opened(folder / file).tensors
-    if _SHARED in self.tensors and self.json.get("tie_word_embeddings", True):
+    if _SHARED in self.tensors and values.get("tie_word_embeddings", True):
       # transformers 5 ties T5 1.1 too, where nobody gave it a head of its own. It does not scale.
       self.tensors.setdefault(_HEAD, self.tensors[_SHARED])
     what = f"{self.path!r} is not the T5 of its {_CONFIG}"
@@ -398,39 +376,10 @@ class Folder:
       config: of the network, which must have the folder's sizes and choices; None = the folder's.
     """
     config = self.config if config is None else config
-    there, here = _choices(self.config), _choices(config)
     # Not by shapes: those of 8 heads of 64 are those of 16 heads of 32.
-    differs = [f"{k} is {x} there and {here[k]} here" for k, x in there.items() if x != here[k]]
-    if differs:
+    pairs = {name: (getattr(self.config, name), getattr(config, name)) for name in _CHOICES}
+    if differs := [f"{k} is {x} there and {y} here" for k, (x, y) in pairs.items() if x != y]:
       raise ValueError(
         f"{self.path!r} is of another network: {', '.join(differs)}. Choose its model file."
       )
     return _from_tensors(self.tensors, config, repr(self.path))
-
-  def companions(self) -> list[pathlib.Path]:
-    """Returns the files that a tokenizer and `generate` read."""
-    files = (pathlib.Path(self.path, name) for name in _COMPANIONS)
-    return [file for file in files if file.is_file()]
-
-
-def write_folder(
-  path: str | os.PathLike,
-  tensors: Mapping[str, np.ndarray],
-  json_values: Mapping[str, Any],
-  companions: Sequence[str | os.PathLike] = (),
-) -> None:
-  """Writes a new folder: all of it, or nothing.
-
-  Args:
-    path: of the folder, which must not be there; its parents are made.
-    tensors: of `to_huggingface`.
-    json_values: of config.json.
-    companions: more files, which are copied into it.
-  """
-  with safetensors_file.whole(path) as unfinished:
-    unfinished.mkdir()
-    safetensors_file.write(unfinished / _WEIGHTS, tensors)
-    text = json.dumps(json_values, indent=2, sort_keys=True)
-    (unfinished / _CONFIG).write_text(text + "\n")
-    for file in companions:
-      shutil.copy(file, unfinished)

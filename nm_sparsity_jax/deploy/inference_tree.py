@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from nm_sparsity_jax.core import packed as of_one
-from nm_sparsity_jax.core.packed import MOST, NMPacked, like, pack, sizes, unpack
+from nm_sparsity_jax.core.packed import MOST, NMPacked, like, pack, unpack
 from nm_sparsity_jax.core.text import printable, table
 from nm_sparsity_jax.core.trees import alike, flatten, map_with_names, path_name
 from nm_sparsity_jax.deploy.unstack_layers import unstacked
@@ -29,7 +29,7 @@ from nm_sparsity_jax.models.vit import ViTConfig
 from nm_sparsity_jax.training.rules import Rules
 from nm_sparsity_jax.training.sites import Site
 
-__all__ = ["Kernel", "Report", "decide", "is_packed", "pack_tree", "prepare", "rows_of",
+__all__ = ["Kernel", "Report", "decide", "pack_tree", "prepare", "rows_of",
            "unpack_tree", "unstacked"]  # fmt: skip
 
 
@@ -61,18 +61,19 @@ def decide(params: Any, rules: Rules, dtype: Any = None) -> tuple[dict[str, NMPa
     elif why := _refused(site, x.dtype, dtype or x.dtype):
       dense[path] = why
     else:
-      packed[path] = like(site.pattern, site.groups, dtype or x.dtype)
+      packed[path] = like(site.pattern, site.shape, dtype or x.dtype)
   return packed, dense
 
 
 def _refused(site: Site, dtype: Any, kind: Any) -> str:
   """Says why a kernel stays dense, '' where it is packed."""
   # Of our layers only those of such a kernel multiply by `nm_dot`.
-  if not site.path.endswith("kernel") or len(site.shape) != 2 or site.axes != (0,):
+  if not site.path.endswith("kernel") or len(site.shape) != 2 or site.groups.axes != (0,):
     return "layers take packed only kernels (in, out), with groups along axis 0"
   if site.pattern.m > MOST:
     return f"{site.pattern}: an index reaches through {MOST} entries at most"
-  found = sizes(like(site.pattern, site.groups, kind)).total
+  # An index takes room too, so a dense pattern such as 7:8 would grow.
+  found = like(site.pattern, site.shape, kind).nbytes
   zeros = math.prod(site.shape) * np.dtype(dtype).itemsize
   if found >= zeros:
     return f"{site.pattern} takes {found:,} bytes packed, and {zeros:,} with its zeros"
@@ -88,13 +89,11 @@ class Kernel:
 
   Attributes:
     pattern: n:m.
-    weights: how many it has, zeros included.
     bytes: of it.
     bytes_with_zeros: of the same kernel before.
   """
 
   pattern: str
-  weights: int
   bytes: int
   bytes_with_zeros: int
 
@@ -126,10 +125,10 @@ class Report:
   def __str__(self) -> str:
     rows = [
       (name, x.pattern, f"{x.bytes_with_zeros:,}", f"{x.bytes:,}",
-       f"{x.bytes_with_zeros / x.bytes:.2f}x", f"{x.bytes / x.weights:.4f}", len(paths))
+       f"{x.bytes_with_zeros / x.bytes:.2f}x", len(paths))
       for name, paths, x in alike(self.packed)
     ]  # fmt: skip
-    head = "packed", "pattern", "bytes with zeros", "bytes", "smaller", "a weight", "kernels"
+    head = "packed", "pattern", "bytes with zeros", "bytes", "smaller", "kernels"
     lines = table(head, rows) if rows else ["nothing is packed"]
     reasons: dict[str, list[str]] = {}
     for name, _, why in alike(self.dense):
@@ -161,18 +160,11 @@ def pack_tree(params: Any, rules: Rules, dtype: Any = None) -> tuple[Any, Report
     if path not in likes:
       rest += w.nbytes
       return w
-    # Without its groups: recipes may pad for a longer group than the last one, which stays here.
-    packed = pack(np.asarray(w), likes[path].pattern, None, dtype, path)
-    kernels[path] = Kernel(str(packed.pattern), w.size, sizes(packed).total, w.nbytes)
+    packed = pack(np.asarray(w), likes[path].pattern, dtype, path)
+    kernels[path] = Kernel(str(packed.pattern), packed.nbytes, w.nbytes)
     return packed
 
   return map_with_names(one, params), Report(kernels, dense, rest)
-
-
-def is_packed(tree: Any) -> bool:
-  """Returns whether a tree holds a packed kernel."""
-  leaves = jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, NMPacked))
-  return any(isinstance(x, NMPacked) for x in leaves)
 
 
 def unpack_tree(tree: Any) -> Any:

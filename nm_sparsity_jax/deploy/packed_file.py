@@ -1,8 +1,7 @@
 """A file of a network with packed kernels.
 
     variables, rules -> [write] -> F.safetensors
-    F.safetensors -> [Opened] -> name -> NMPacked, or array, when it is asked for
-                  -> [read]   -> {"params", ...}: what network.apply takes, after `prepare`
+    F.safetensors -> [read] -> {"params", ...}: what network.apply takes, after `prepare`
 
 It is a safetensors file. A packed kernel NAME is two or three tensors of it: NAME.nm_values,
 NAME.nm_indices and, of int8, NAME.nm_scale, in the canonical layout of `packed`. Its metadata have
@@ -23,13 +22,11 @@ from typing import Any
 
 import numpy as np
 
-from nm_sparsity_jax.core.groups import Groups
-from nm_sparsity_jax.core.packed import NMPacked, check, like, unpack
+from nm_sparsity_jax.core.packed import NMPacked, check, like
 from nm_sparsity_jax.core.patterns import NM
 from nm_sparsity_jax.core.text import first_line
 from nm_sparsity_jax.core.trees import flatten, nested
 from nm_sparsity_jax.deploy import inference_tree, safetensors_file
-from nm_sparsity_jax.deploy.safetensors_file import Lazy
 from nm_sparsity_jax.training import rules_text
 from nm_sparsity_jax.training.rules import Rules
 
@@ -54,11 +51,9 @@ def write(
     What was packed of 'params', what was not, and why.
 
   Raises:
-    ValueError: a kernel is not n:m, or nothing is to be packed.
+    ValueError: a kernel is not n:m.
   """
   params, report = inference_tree.pack_tree(variables["params"], rules, dtype)
-  if not report.packed:
-    raise ValueError(f"nothing would be packed: {dict(report.dense)}")
   tensors, kernels = {}, {}
   # A kernel is a pytree of its parts; as a leaf it keeps its name.
   leaves = flatten({**variables, "params": params}, lambda x: isinstance(x, NMPacked))
@@ -79,92 +74,42 @@ def is_packed(opened: safetensors_file.Opened) -> bool:
   return _ENTRY in opened.metadata
 
 
-class Opened:
-  """A packed file; its header is read at once.
+def read(path: str | os.PathLike) -> tuple[dict[str, Any], str]:
+  """Returns the variables in a packed file, packed kernels and arrays, and the text of its rules.
 
-      opened = Opened("F.safetensors")
-      opened.leaf("params/encoder/layers_0/mlp/wi/kernel")  # an NMPacked
+      variables, rules = read("F.safetensors")
+      params = nms.inference_tree.prepare(variables["params"], rows=1)
 
   Args:
     path: of the file, on a local disk.
 
-  Attributes:
-    path: of the file.
-    rules: the text of the rules.
-    leaves: name -> array, or packed kernel of arrays, which are read when they are asked for; all
-      have the shape and dtype that they have with zeros.
-
   Raises:
-    ValueError: it is not a packed file of this version, or damaged.
+    ValueError: it is not a packed file of this version; or a shape, an index, a bit of padding or a
+      scale is not as `pack` makes it.
   """
-
-  def __init__(self, path: str | os.PathLike):
-    file = safetensors_file.Opened(path)
-    self.path = file.path
-    if not is_packed(file):
-      raise ValueError(f"{self.path!r} is not a packed file, which `nm-sparsity pack` writes.")
-    self.leaves: dict[str, Lazy | NMPacked] = {**file.tensors}
-    try:
-      header = json.loads(file.metadata[_ENTRY])
-      if header["version"] != _VERSION:
-        raise ValueError(f"its version is {header['version']}, and this package reads {_VERSION}")
-      self.rules = header["rules"]
-      for name, kernel in header["packed"].items():
-        parts = [self.leaves.pop(f"{name}.nm_{part}", None) for part in _PARTS]
-        self.leaves[name] = _kernel(NM(kernel["n"], kernel["m"]), kernel["depth"], *parts)
-    except (ValueError, KeyError, TypeError, AttributeError) as e:
-      why = f"{type(e).__name__}: {first_line(e)}"
-      raise ValueError(f"the header of {self.path!r} is damaged ({why}): pack again.") from e
-
-  def leaf(self, name: str) -> NMPacked | np.ndarray:
-    """Reads what a network takes at a name: a packed kernel, or an array.
-
-    Args:
-      name: of `leaves`.
-
-    Raises:
-      ValueError: a shape, an index, a bit of padding or a scale is wrong.
-    """
-    found = self.leaves[name]
-    if not isinstance(found, NMPacked):
-      return np.asarray(found)
-    # The C++ kernels trust shapes and indices, so this is the place that looks at them.
-    parts = {part: getattr(found, part) for part in _PARTS}
-    read = {part: np.asarray(x) for part, x in parts.items() if x is not None}
-    made = dataclasses.replace(found, **read)
-    check(made, f"{self.path}: {name.removeprefix('params/')}")
-    return made
-
-  def array(self, name: str) -> np.ndarray:
-    """Reads an array, with its zeros.
-
-    Args:
-      name: of `leaves`.
-    """
-    found = self.leaf(name)
-    return unpack(found) if isinstance(found, NMPacked) else found
-
-
-def read(path: str | os.PathLike) -> dict[str, Any]:
-  """Returns the variables in a packed file: packed kernels, and arrays.
-
-      variables = read("F.safetensors")
-      params = nms.inference_tree.prepare(variables["params"], rows=1)
-
-  Args:
-    path: of the file.
-
-  Raises:
-    ValueError: as in `Opened`, or `Opened.leaf`.
-  """
-  opened = Opened(path)
-  return nested({name: opened.leaf(name) for name in opened.leaves})
+  file = safetensors_file.Opened(path)
+  arrays: dict[str, Any] = {name: np.asarray(x) for name, x in file.tensors.items()}
+  try:
+    header = json.loads(file.metadata[_ENTRY])
+    if header["version"] != _VERSION:
+      raise ValueError(f"its version is {header['version']}, and this package reads {_VERSION}")
+    for name, kernel in header["packed"].items():
+      parts = [arrays.pop(f"{name}.nm_{part}", None) for part in _PARTS]
+      made = _kernel(NM(kernel["n"], kernel["m"]), kernel["depth"], *parts)
+      # The C++ kernels trust shapes and indices, so this is the place that looks at them.
+      check(made, name.removeprefix("params/"))
+      arrays[name] = made
+    return nested(arrays), header["rules"]
+  except (ValueError, KeyError, TypeError, AttributeError) as e:
+    why = f"{type(e).__name__}: {first_line(e)}"
+    raise ValueError(f"{file.path!r} is no packed file, or damaged ({why}): pack again.") from e
 
 
 def _kernel(pattern: NM, depth: int, *parts: Any) -> NMPacked:
-  """Returns the kernel of lazy parts; refuses shapes and dtypes that `pack` does not make."""
+  """Returns the kernel of these arrays; refuses shapes and dtypes that `pack` does not make."""
   values, *_ = parts
-  due = like(pattern, Groups((depth, values.shape[1]), 0), values.dtype)
+  # What `pack` would make of such a kernel; the C++ kernels read past the end of anything else.
+  due = like(pattern, (depth, values.shape[1]), values.dtype)
   form = lambda x: None if x is None else (tuple(x.shape), np.dtype(x.dtype))
   if [form(x) for x in parts] != [form(getattr(due, part)) for part in _PARTS]:
     raise ValueError(f"values, indices and scale do not fit {pattern} of depth {depth}")

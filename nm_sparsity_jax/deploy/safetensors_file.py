@@ -112,7 +112,7 @@ def whole(path: str | os.PathLike) -> Iterator[pathlib.Path]:
     The path to write to, in the same folder. An error removes what is there.
 
   Raises:
-    ValueError: it is there, or cannot be written.
+    ValueError: it is there.
   """
   refuse_existing(path)
   made = pathlib.Path(os.path.abspath(path))
@@ -122,8 +122,6 @@ def whole(path: str | os.PathLike) -> Iterator[pathlib.Path]:
     made.parent.mkdir(parents=True, exist_ok=True)
     yield unfinished
     os.rename(unfinished, made)
-  except Exception as e:  # each library has errors of its own for a full disk
-    raise ValueError(f"{os.fspath(path)!r} could not be written: {first_line(e)}") from e
   finally:
     shutil.rmtree(unfinished, ignore_errors=True)  # a folder
     with contextlib.suppress(OSError):
@@ -141,7 +139,7 @@ def write(
     metadata: texts to keep with them; None = what torch's loaders ask for.
 
   Raises:
-    ValueError: the file is there, or cannot be written.
+    ValueError: the file is there.
   """
   # The library writes the bytes as they lie in memory, so a view must become an array of its own.
   arrays = {name: np.asarray(x, order="C") for name, x in tensors.items()}

@@ -62,11 +62,12 @@ def keys_of(tensors: Iterable[str]) -> list[str]:
       module = re.sub(rf"\b{re.escape(theirs)}$", ours, module)
     module = re.sub(rf"\b{_NUMBERED}\.(\d+)", r"\1_\2", module)
     collection = "batch_stats" if leaf.startswith("running_") else "params"
-    if leaf == "weight":
+    if leaf == "weight":  # torch calls both so
       leaf = "scale" if re.search(r"(norm|bn)\d?$", module) else "kernel"
     if leaf in ("q_bias", "v_bias"):
       module, leaf = f"{module}.{leaf[0]}", "bias"
     modules = [module]
+    # One tensor there is three arrays here.
     if module.endswith(".qkv"):
       modules = [f"{module.removesuffix('qkv')}{which}" for which in "qkv"]
     leaf = leaf.removeprefix("running_")
@@ -108,7 +109,7 @@ def to_timm(variables: Mapping[str, Any]) -> dict[str, np.ndarray]:
 
 
 def from_tensors(
-  tensors: Mapping[str, Any], what: str, like: Mapping[str, Any] | None = None, config: Any = None
+  tensors: Mapping[str, Any], what: str, like: Mapping[str, Any] | None = None
 ) -> dict[str, Lazy]:
   """Returns our key -> array, which is read when it is asked for.
 
@@ -116,7 +117,6 @@ def from_tensors(
     tensors: timm's name -> array, or `Lazy`.
     what: says in an error what was looked at, such as the path of a file.
     like: as in `from_timm`.
-    config: as in `from_timm`.
   """
   # Not the unknown ones: a name that nobody knows is a weight that would be lost.
   own = {name: x for name, x in tensors.items() if name.rpartition(".")[2] not in DERIVED}
@@ -124,34 +124,25 @@ def from_tensors(
     shapes = {key: tuple(x.shape) for key, x in _flat(like).items()}
   else:
     _check_family(own, what)
+    # The shapes of the file, turned as `name_of` says; no tensor is read.
     empty = {name: np.broadcast_to(np.int8(0), x.shape) for name, x in own.items()}
     found = {key: name_of(key) for key in keys_of(own)}
     shapes = {key: there.ours(empty[there.name]).shape for key, there in found.items()}
-  made = names.from_tensors(own, name_of, shapes, f"{what} is of another network")
-  # No parameter shows the window of a Swin V2, and another window gives other logits.
-  for name, x in tensors.items() if hasattr(config, "window") else ():
-    if stage := re.fullmatch(r"layers\.(\d+)\.blocks\.\d+\.attn\.relative_coords_table", name):
-      window = min(config.window, config.sides[int(stage[1])])
-      if x.shape[1] != 2 * window - 1:
-        there = (x.shape[1] + 1) // 2
-        raise ValueError(f"{what}: {name!r} is of a window of {there}: set window={there}.")
-  return made
+  return names.from_tensors(own, name_of, shapes, f"{what} is of another network")
 
 
 def from_timm(
   tensors: Mapping[str, Any],
   like: Mapping[str, Any] | None = None,
-  config: Any = None,
   what: str = "the state dict",
 ) -> dict[str, Any]:
   """Returns variables, of numpy arrays, of timm's state dict.
 
-      variables = from_timm(tensors, jax.eval_shape(network.init, key, images), network.config)
+      variables = from_timm(tensors, jax.eval_shape(network.init, key, images))
 
   Args:
     tensors: timm's name -> array.
     like: the network's variables, or their shapes; None = whatever network the names are of.
-    config: of the network; a Swin V2 of another window is then refused, where a tensor shows it.
     what: says in an error what was looked at.
 
   Returns:
@@ -160,14 +151,13 @@ def from_timm(
   Raises:
     ValueError: a name is unknown or missing, or a tensor is of another size, classes or image size.
   """
+  # The network's, since a file may hold half floats.
   dtypes = {key: x.dtype for key, x in _flat(like or {}).items()}
-  made = from_tensors(tensors, what, like, config)
+  made = from_tensors(tensors, what, like)
   return nested({key: np.asarray(x, dtypes.get(key)) for key, x in made.items()})
 
 
-def read(
-  path: str | os.PathLike, like: Mapping[str, Any] | None = None, config: Any = None
-) -> dict[str, Any]:
+def read(path: str | os.PathLike, like: Mapping[str, Any] | None = None) -> dict[str, Any]:
   """Returns the variables in a safetensors file of timm's names.
 
       variables = read("model.safetensors", jax.eval_shape(network.init, key, images))
@@ -175,12 +165,11 @@ def read(
   Args:
     path: of the file.
     like: as in `from_timm`.
-    config: as in `from_timm`.
 
   Raises:
     ValueError: it is pickled, damaged, or what `from_timm` refuses.
   """
-  return from_timm(safetensors_file.Opened(path).tensors, like, config, repr(os.fspath(path)))
+  return from_timm(safetensors_file.Opened(path).tensors, like, repr(os.fspath(path)))
 
 
 def write(path: str | os.PathLike, variables: Mapping[str, Any]) -> None:
@@ -192,4 +181,5 @@ def write(path: str | os.PathLike, variables: Mapping[str, Any]) -> None:
     path: of the file, which must not be there.
     variables: as in `to_timm`.
   """
-  safetensors_file.write(path, to_timm(variables))
+  tensors = to_timm(variables)
+  safetensors_file.write(path, tensors)

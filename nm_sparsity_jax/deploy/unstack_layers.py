@@ -38,7 +38,7 @@ def unstacked(params: Any, config: Any) -> tuple[dict[str, Any], Any]:
   plain = without_scan(config)
   if plain is config:
     return params, config
-  return nested(apart_all(dict(flatten(params)), config.param_scan_axis)), plain
+  return nested(apart_all(dict(flatten(params)))), plain
 
 
 def without_scan(config: Any) -> Any:
@@ -51,12 +51,12 @@ def without_scan(config: Any) -> Any:
   return dataclasses.replace(config, scan_layers=False) if scans else config
 
 
-def apart_all(arrays: Mapping[str, Any], axis: int = 1) -> dict[str, Any]:
+def apart_all(arrays: Mapping[str, Any]) -> dict[str, Any]:
   """Returns `apart` of every array."""
-  return {k: x for key, array in arrays.items() for k, x in apart(key, array, axis).items()}
+  return {k: x for key, array in arrays.items() for k, x in apart(key, array).items()}
 
 
-def apart(key: str, array: Any, axis: int = 1) -> dict[str, Any]:
+def apart(key: str, array: Any) -> dict[str, Any]:
   """Returns the arrays, views, that one array is without a scan over layers: key -> array.
 
   >>> list(apart("encoder/encoder/mlp/wi/kernel", np.ones((8, 2, 32))))
@@ -65,19 +65,19 @@ def apart(key: str, array: Any, axis: int = 1) -> dict[str, Any]:
   Args:
     key: its path among the parameters.
     array: its values, or their shape.
-    axis: of the layers: the T5's `param_scan_axis`; files of other libraries take T5X's own, 1.
 
   Raises:
     ValueError: as in `unstacked`.
   """
   if (name := _stacked(key)) is None:
     return {key: array}
-  own = _joined(name, (*array.shape[:axis], *array.shape[axis + 1 :]))
+  first, depth, *rest = array.shape
+  own = _joined(name, (first, *rest))
   if isinstance(array, jax.ShapeDtypeStruct):
     layer = jax.ShapeDtypeStruct(own, array.dtype)
-    return {name.format(i): layer for i in range(array.shape[axis])}
+    return {name.format(i): layer for i in range(depth)}
   # Views: a layer's slice of a stack would be a copy, and 11B parameters exist once.
-  layers = np.moveaxis(np.asarray(array), axis, 0)
+  layers = np.asarray(array).swapaxes(0, 1)
   if "{}" not in name:  # a T5 without a scan has this once
     if (layers != layers[:1]).any():
       raise ValueError(

@@ -15,15 +15,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import linen as nn
-from jax import checkpoint_policies as keep
 
 from nm_sparsity_jax.training.layers import Conv, Dense
-from nm_sparsity_jax.training.rules import Rules
 
 _Config = TypeVar("_Config")
 
-# What the backward pass of a block under remat finds stored; it always has its input.
-_STORED = keep.save_only_these_names("nm_mask")
 STD = 0.02  # of new kernels, as timm starts its transformers
 kernel_init = nn.initializers.normal(STD)
 
@@ -43,15 +39,6 @@ def choose(configs: Mapping[str, _Config], name: str, changes: Mapping[str, Any]
     raise ValueError(f"there is no network {name!r} here: choose one of {', '.join(configs)}.")
   config: Any = configs[name]
   return dataclasses.replace(config, **changes)
-
-
-def make_tuples(config: Any, *fields: str) -> None:
-  """Makes tuples of fields that have an entry for each stage.
-
-  gin makes lists of them, and flax needs a config that has a hash.
-  """
-  for field in fields:
-    object.__setattr__(config, field, tuple(getattr(config, field)))
 
 
 def check_images(images: jax.Array, config: Any) -> None:
@@ -120,19 +107,6 @@ def drop_path(module: Any, x: jax.Array, rate: float, train: bool) -> jax.Array:
   return jnp.where(alive, x / kept.astype(x.dtype), jnp.zeros((), x.dtype))
 
 
-def run_block(remat: bool, train: bool) -> Callable[..., jax.Array]:
-  """Returns (block, x, rate) -> block(x, rate, train), under remat where it is asked for.
-
-  The backward pass then computes a block again from its input, and finds its N:M masks stored.
-  """
-
-  def run(block, x, rate):
-    return block(x, rate, train)
-
-  # A stored mask takes a byte a weight, and saves the search for the largest ones.
-  return nn.remat(run, policy=_STORED) if remat else run
-
-
 def gelu(x: jax.Array) -> jax.Array:
   """Returns x P(X <= x) of a standard normal X (Hendrycks & Gimpel, 2016, arXiv:1606.08415).
 
@@ -151,37 +125,33 @@ def gelu(x: jax.Array) -> jax.Array:
   return (wide * (0.5 + 0.5 * jax.lax.erf(wide * math.sqrt(0.5)))).astype(x.dtype)
 
 
-def dense(config: Any, rules: Rules | None, std: float = STD) -> Callable[..., Dense]:
+def dense(config: Any, std: float = STD) -> Callable[..., Dense]:
   """Returns (features, name=...) -> a layer of a transformer, by the dtype of its config."""
   init = nn.initializers.normal(std)
-  return functools.partial(Dense, dtype=jnp.dtype(config.dtype), kernel_init=init, rules=rules)
+  return functools.partial(Dense, dtype=jnp.dtype(config.dtype), kernel_init=init)
 
 
 class SelfAttention(nn.Module):
-  """softmax(scores(q, k)) . v, for each head; a subclass has `scores`. The softmax is float32.
+  """softmax(scores(q, k)) . v, for each head; the softmax is float32.
+
+  A subclass has `scores`: float32 [b, h, n, n] of q and k [b, n, h, d / h].
 
   Attributes:
     heads: how many.
     config: of the network: dropout and dtype.
-    rules: what is sparse, and how; None = dense.
     std: deviation of new kernels.
     key_bias: whether k has a bias.
   """
 
   heads: int
   config: Any
-  rules: Rules | None = None
   std: float = STD
   key_bias: bool = True
-
-  def scores(self, q: jax.Array, k: jax.Array) -> jax.Array:
-    """Returns float32 [b, h, n, n] of q and k [b, n, h, d / h]."""
-    raise NotImplementedError
 
   @nn.compact
   def __call__(self, x: jax.Array, train: bool) -> jax.Array:
     """Maps [b, n, d] to [b, n, d]."""
-    layer = dense(self.config, self.rules, self.std)
+    layer = dense(self.config, self.std)
     width = x.shape[-1]
     q, k, v = (
       layer(width, use_bias=name != "k" or self.key_bias, name=name)(x).reshape(
@@ -189,7 +159,8 @@ class SelfAttention(nn.Module):
       )
       for name in "qkv"
     )
-    weights = jax.nn.softmax(self.scores(q, k)).astype(v.dtype)
+    scores = self.scores(q, k)  # type: ignore
+    weights = jax.nn.softmax(scores).astype(v.dtype)
     y = jnp.einsum("bhqn,bnhk->bhqk", weights, v)  # then swapped: XLA on a CPU is faster so
     y = layer(width, name="proj")(y.swapaxes(1, 2).reshape(x.shape))
     return nn.Dropout(self.config.dropout)(y, not train)
@@ -201,19 +172,17 @@ class Mlp(nn.Module):
   Attributes:
     hidden: width between the two.
     config: of the network: dropout and dtype.
-    rules: what is sparse, and how; None = dense.
     std: deviation of new kernels.
   """
 
   hidden: int
   config: Any
-  rules: Rules | None = None
   std: float = STD
 
   @nn.compact
   def __call__(self, x: jax.Array, train: bool) -> jax.Array:
     """Maps [..., d] to [..., d]."""
-    layer, drop = dense(self.config, self.rules, self.std), nn.Dropout(self.config.dropout)
+    layer, drop = dense(self.config, self.std), nn.Dropout(self.config.dropout)
     y = drop(gelu(layer(self.hidden, name="fc1")(x)), not train)
     return drop(layer(x.shape[-1], name="fc2")(y), not train)
 
@@ -223,12 +192,10 @@ class PatchEmbed(nn.Module):
 
   Attributes:
     config: of the network: patch, embed and dtype.
-    rules: what is sparse, and how; None = dense.
     epsilon: of a norm over the token; None = no norm.
   """
 
   config: Any
-  rules: Rules | None = None
   epsilon: float | None = None
 
   @nn.compact
@@ -247,14 +214,11 @@ class PatchEmbed(nn.Module):
       dtype=jnp.dtype(cfg.dtype),
       kernel_init=uniform,
       bias_init=uniform,
-      rules=self.rules,
       name="proj",
     )(images)
     return x if self.epsilon is None else layer_norm(x, "norm", self.epsilon, cfg.dtype)
 
 
-def head(
-  x: jax.Array, classes: int, name: str, rules: Rules | None, init: Any = kernel_init
-) -> jax.Array:
+def head(x: jax.Array, classes: int, name: str, init: Any = kernel_init) -> jax.Array:
   """Returns logits [b, classes] of features [b, d]: float32, for a stable loss."""
-  return Dense(classes, dtype=jnp.float32, kernel_init=init, rules=rules, name=name)(x)
+  return Dense(classes, dtype=jnp.float32, kernel_init=init, name=name)(x)

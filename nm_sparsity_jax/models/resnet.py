@@ -23,7 +23,6 @@ from flax import linen as nn
 
 from nm_sparsity_jax.models import image_parts as parts
 from nm_sparsity_jax.training.layers import Conv
-from nm_sparsity_jax.training.rules import Rules
 
 _KEPT = 0.9  # of the old average of batch statistics, at each step; torch calls 1 - 0.9 momentum
 _EPSILON = 1e-5
@@ -50,7 +49,6 @@ class ResNetConfig:
     stem: pixels of a side of the first kernel; its stride is 2.
     drop_path: share of the examples that skip the last block; less before.
     dtype: of the computation; parameters, batch statistics and logits are float32.
-    remat: the backward pass computes each block again.
   """
 
   image_size: int = 224
@@ -61,10 +59,6 @@ class ResNetConfig:
   stem: int = 7
   drop_path: float = 0.0
   dtype: str = "float32"
-  remat: bool = False
-
-  def __post_init__(self):
-    parts.make_tuples(self, "depths", "widths")
 
 
 CONFIGS = {
@@ -103,7 +97,7 @@ def _batch_norm(x: jax.Array, name: str, train: bool, dtype: str, scale: Any = N
     )(x)
 
 
-def _conv(features: int, kernel: int, strides: int, dtype: str, rules: Rules | None, name: str):
+def _conv(features: int, kernel: int, strides: int, dtype: str, name: str):
   # SAME of XLA pads less in front where a stride is 2; torch pads alike on both sides. A norm
   # follows, so no conv has a bias.
   return Conv(
@@ -114,7 +108,6 @@ def _conv(features: int, kernel: int, strides: int, dtype: str, rules: Rules | N
     use_bias=False,
     dtype=jnp.dtype(dtype),
     kernel_init=_conv_init,
-    rules=rules,
     name=name,
   )
 
@@ -126,13 +119,11 @@ class Bottleneck(nn.Module):
     width: of the 3x3 conv.
     strides: of the 3x3 conv and of the shortcut.
     config: sizes.
-    rules: what is sparse, and how; None = dense.
   """
 
   width: int
   strides: int
   config: ResNetConfig
-  rules: Rules | None = None
 
   @nn.compact
   def __call__(self, x: jax.Array, rate: Any, train: bool) -> jax.Array:
@@ -144,7 +135,7 @@ class Bottleneck(nn.Module):
       train: by statistics of the batch; drop path acts.
     """
     cfg = self.config
-    conv = functools.partial(_conv, dtype=cfg.dtype, rules=self.rules)
+    conv = functools.partial(_conv, dtype=cfg.dtype)
     norm = functools.partial(_batch_norm, train=train, dtype=cfg.dtype)
     y = nn.relu(norm(conv(self.width, 1, 1, name="conv1")(x), "bn1"))
     y = nn.relu(norm(conv(self.width, 3, self.strides, name="conv2")(y), "bn2"))
@@ -165,15 +156,11 @@ class ResNet(nn.Module):
       logits = network.apply(variables, images)
       logits, new = network.apply(variables, images, train=True, mutable=["batch_stats"])
 
-  Where `rules` name a kernel, `variables` must hold the step: `nms.layers.with_step`.
-
   Attributes:
     config: sizes and choices.
-    rules: what is sparse, and how; None = dense.
   """
 
   config: ResNetConfig
-  rules: Rules | None = None
 
   @nn.compact
   def __call__(self, images: jax.Array, train: bool = False) -> jax.Array:
@@ -186,17 +173,16 @@ class ResNet(nn.Module):
     """
     cfg = self.config
     parts.check_images(images, cfg)
-    x = _conv(cfg.widths[0], cfg.stem, 2, cfg.dtype, self.rules, "conv1")(images)
+    x = _conv(cfg.widths[0], cfg.stem, 2, cfg.dtype, "conv1")(images)
     x = nn.relu(_batch_norm(x, "bn1", train, cfg.dtype))
     # As torch: a border of one that never is the largest.
     padding: Any = ((1, 1), (1, 1))
     x = nn.max_pool(x, (3, 3), strides=(2, 2), padding=padding)
     rates = iter(parts.drop_path_rates(cfg.drop_path, sum(cfg.depths)))
-    run = parts.run_block(cfg.remat, train)
     for stage, (depth, width) in enumerate(zip(cfg.depths, cfg.widths, strict=True)):
       for i in range(depth):
         strides = 2 if stage and not i else 1
-        block = Bottleneck(width, strides, cfg, self.rules, name=f"layer{stage + 1}_{i}")
-        x = run(block, x, next(rates))
+        block = Bottleneck(width, strides, cfg, name=f"layer{stage + 1}_{i}")
+        x = block(x, next(rates), train)
     init = nn.initializers.variance_scaling(1 / 3, "fan_in", "uniform")  # torch's
-    return parts.head(jnp.mean(x, axis=(1, 2)), cfg.classes, "fc", self.rules, init)
+    return parts.head(jnp.mean(x, axis=(1, 2)), cfg.classes, "fc", init)

@@ -20,6 +20,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -29,7 +30,6 @@ from flax import linen as nn
 
 from nm_sparsity_jax.models import image_parts as parts
 from nm_sparsity_jax.training.layers import Dense
-from nm_sparsity_jax.training.rules import Rules
 
 _EPSILON = 1e-5
 _SHARPEST = math.log(100)  # the largest logarithm of the scale of cosines
@@ -58,7 +58,6 @@ class SwinConfig:
     dropout: behind the attention and both kernels of the MLP.
     drop_path: share of the examples that skip a branch of the last block; less before.
     dtype: of the computation; parameters and logits are float32.
-    remat: the backward pass computes each block again.
   """
 
   image_size: int = 256
@@ -73,10 +72,8 @@ class SwinConfig:
   dropout: float = 0.0
   drop_path: float = 0.1
   dtype: str = "float32"
-  remat: bool = False
 
   def __post_init__(self):
-    parts.make_tuples(self, "depths", "heads")
     multiple = self.patch * 2 ** (len(self.depths) - 1)
     unfilled = [side for side in self.sides if side > self.window and side % self.window]
     if self.image_size % multiple or unfilled:
@@ -192,6 +189,7 @@ class WindowAttention(parts.SelfAttention):
 
   def scores(self, q: jax.Array, k: jax.Array) -> jax.Array:
     """Returns scale cos(q, k) + positions, of the windows of all examples."""
+    # Cosines, not products: Swin V2's answer to scores that grow with the network.
     cosines = jnp.einsum("bqak,bnak->baqn", _direction(q), _direction(k))
     scale = self.param("logit_scale", nn.initializers.constant(math.log(10)), (self.heads, 1, 1))
     scores = cosines * jnp.exp(jnp.minimum(scale, _SHARPEST))[None] + self._positions()[None]
@@ -202,7 +200,7 @@ class WindowAttention(parts.SelfAttention):
 
   def _positions(self) -> jax.Array:
     """Returns the bias between two tokens, float32 [a, n, n]."""
-    dense = functools.partial(Dense, kernel_init=parts.kernel_init, rules=self.rules)  # float32
+    dense = functools.partial(Dense, kernel_init=parts.kernel_init)  # float32
     offsets = jnp.asarray(_offsets(self.window)).reshape(-1, 2)
     hidden = nn.relu(dense(_HIDDEN, name="cpb_mlp_0")(offsets))
     table = dense(self.heads, use_bias=False, name="cpb_mlp_2")(hidden)
@@ -221,13 +219,11 @@ class Block(nn.Module):
     heads: of the stage.
     shifted: whether the windows are, where the map is larger than one.
     config: sizes.
-    rules: what is sparse, and how; None = dense.
   """
 
   heads: int
   shifted: bool
   config: SwinConfig
-  rules: Rules | None = None
 
   @nn.compact
   def __call__(self, x: jax.Array, rate: Any, train: bool) -> jax.Array:
@@ -246,13 +242,11 @@ class Block(nn.Module):
       self, parts.layer_norm(y, name, _EPSILON, cfg.dtype, zero=True), rate, train
     )
     y = jnp.roll(x, (-shift, -shift), (1, 2)) if shift else x
-    attention = WindowAttention(
-      self.heads, cfg, self.rules, side=side, window=window, shift=shift, name="attn"
-    )
+    attention = WindowAttention(self.heads, cfg, side=side, window=window, shift=shift, name="attn")
     y = from_windows(attention(to_windows(y, window), train), window, side)
     y = jnp.roll(y, (shift, shift), (1, 2)) if shift else y
     x = x + norm(y, "norm1")
-    mlp = parts.Mlp(cfg.mlp_ratio * width, cfg, self.rules, name="mlp")
+    mlp = parts.Mlp(cfg.mlp_ratio * width, cfg, name="mlp")
     return x + norm(mlp(x, train), "norm2")
 
 
@@ -261,11 +255,9 @@ class Merge(nn.Module):
 
   Attributes:
     config: sizes.
-    rules: what is sparse, and how; None = dense.
   """
 
   config: SwinConfig
-  rules: Rules | None = None
 
   @nn.compact
   def __call__(self, x: jax.Array) -> jax.Array:
@@ -273,51 +265,24 @@ class Merge(nn.Module):
     b, h, w, d = x.shape
     # Of the four, the row changes first: timm's order.
     x = x.reshape(b, h // 2, 2, w // 2, 2, d).transpose(0, 1, 3, 4, 2, 5)
-    dense = parts.dense(self.config, self.rules)
+    dense = parts.dense(self.config)
     x = dense(2 * d, use_bias=False, name="reduction")(x.reshape(b, h // 2, w // 2, 4 * d))
     return parts.layer_norm(x, "norm", _EPSILON, self.config.dtype)
 
 
-class Stage(nn.Module):
-  """A merge, but in the first stage, and blocks.
+class Scope(nn.Module):
+  """Gives the modules that a function makes a name in front of theirs, as timm has it.
 
   Attributes:
-    stage: its number.
-    config: sizes.
-    rules: what is sparse, and how; None = dense.
+    body: the function.
   """
 
-  stage: int
-  config: SwinConfig
-  rules: Rules | None = None
-
-  @nn.compact
-  def __call__(self, x: jax.Array, rates: np.ndarray, train: bool) -> jax.Array:
-    """Maps [b, h, w, d] to [b, h, w, d], or to [b, h / 2, w / 2, 2 d] with a merge.
-
-    Args:
-      x: [b, h, w, d].
-      rates: of the drop path, of each block.
-      train: dropout and drop path act.
-    """
-    cfg = self.config
-    if self.stage:
-      x = Merge(cfg, self.rules, name="downsample")(x)
-    run = parts.run_block(cfg.remat, train)
-    for i, rate in enumerate(rates):
-      block = Block(cfg.heads[self.stage], i % 2 == 1, cfg, self.rules, name=f"blocks_{i}")
-      x = run(block, x, rate)
-    return x
-
-
-class _Head(nn.Module):
-  # A module of its own for timm's name, head.fc.
-  config: SwinConfig
-  rules: Rules | None = None
+  body: Callable[[jax.Array], jax.Array]
 
   @nn.compact
   def __call__(self, x: jax.Array) -> jax.Array:
-    return parts.head(jnp.mean(x, axis=(1, 2)), self.config.classes, "fc", self.rules)
+    """Returns body(x)."""
+    return self.body(x)
 
 
 class Swin(nn.Module):
@@ -328,15 +293,11 @@ class Swin(nn.Module):
       logits = network.apply(variables, images)
       logits = network.apply(variables, images, train=True, rngs={"dropout": key})
 
-  Where `rules` name a kernel, `variables` must hold the step: `nms.layers.with_step`.
-
   Attributes:
     config: sizes and choices.
-    rules: what is sparse, and how; None = dense.
   """
 
   config: SwinConfig
-  rules: Rules | None = None
 
   @nn.compact
   def __call__(self, images: jax.Array, train: bool = False) -> jax.Array:
@@ -348,11 +309,18 @@ class Swin(nn.Module):
     """
     cfg = self.config
     parts.check_images(images, cfg)
-    x = parts.PatchEmbed(cfg, self.rules, _EPSILON, name="patch_embed")(images)
-    rates = np.split(
-      parts.drop_path_rates(cfg.drop_path, sum(cfg.depths)), np.cumsum(cfg.depths)[:-1]
-    )
+    x = parts.PatchEmbed(cfg, _EPSILON, name="patch_embed")(images)
+    rates = iter(parts.drop_path_rates(cfg.drop_path, sum(cfg.depths)))
+
+    def stage(i, x):
+      if i:
+        x = Merge(cfg, name="downsample")(x)
+      for j in range(cfg.depths[i]):
+        block = Block(cfg.heads[i], j % 2 == 1, cfg, name=f"blocks_{j}")
+        x = block(x, next(rates), train)
+      return x
+
     for i in range(len(cfg.depths)):
-      x = Stage(i, cfg, self.rules, name=f"layers_{i}")(x, rates[i], train)
-    x = parts.layer_norm(x, "norm", _EPSILON, cfg.dtype)
-    return _Head(cfg, self.rules, name="head")(x)
+      x = Scope(functools.partial(stage, i), name=f"layers_{i}")(x)
+    x = jnp.mean(parts.layer_norm(x, "norm", _EPSILON, cfg.dtype), axis=(1, 2))
+    return Scope(lambda x: parts.head(x, cfg.classes, "fc"), name="head")(x)

@@ -18,7 +18,6 @@ import jax.numpy as jnp
 from flax import linen as nn
 
 from nm_sparsity_jax.models import image_parts as parts
-from nm_sparsity_jax.training.rules import Rules
 
 _EPSILON = 1e-6
 
@@ -43,7 +42,6 @@ class ViTConfig:
     dropout: behind the positions, the attention and both kernels of the MLP.
     drop_path: share of the examples that skip a branch of the last block; less before.
     dtype: of the computation; parameters and logits are float32.
-    remat: the backward pass computes each block again.
     std: deviation of new kernels in the blocks; timm's. A small network learns faster from more.
   """
 
@@ -59,7 +57,6 @@ class ViTConfig:
   dropout: float = 0.0
   drop_path: float = 0.0
   dtype: str = "float32"
-  remat: bool = False
   std: float = parts.STD
 
   def __post_init__(self):
@@ -111,11 +108,9 @@ class Block(nn.Module):
 
   Attributes:
     config: sizes.
-    rules: what is sparse, and how; None = dense.
   """
 
   config: ViTConfig
-  rules: Rules | None = None
 
   @nn.compact
   def __call__(self, x: jax.Array, rate: Any, train: bool) -> jax.Array:
@@ -129,11 +124,11 @@ class Block(nn.Module):
     cfg = self.config
     norm = lambda x, name: parts.layer_norm(x, name, _EPSILON, cfg.dtype)
     drop = lambda y: parts.drop_path(self, y, rate, train)
-    attention = Attention(cfg.heads, cfg, self.rules, cfg.std, name="attn")
+    attention = Attention(cfg.heads, cfg, cfg.std, name="attn")
     x = x + drop(attention(norm(x, "norm1"), train))
     if not cfg.mlp:
       return x
-    mlp = parts.Mlp(cfg.mlp, cfg, self.rules, cfg.std, name="mlp")
+    mlp = parts.Mlp(cfg.mlp, cfg, cfg.std, name="mlp")
     return x + drop(mlp(norm(x, "norm2"), train))
 
 
@@ -145,15 +140,11 @@ class ViT(nn.Module):
       logits = network.apply(variables, images)
       logits = network.apply(variables, images, train=True, rngs={"dropout": key})
 
-  Where `rules` name a kernel, `variables` must hold the step: `nms.layers.with_step`.
-
   Attributes:
     config: sizes and choices.
-    rules: what is sparse, and how; None = dense.
   """
 
   config: ViTConfig
-  rules: Rules | None = None
 
   @nn.compact
   def __call__(self, images: jax.Array, train: bool = False) -> jax.Array:
@@ -166,7 +157,7 @@ class ViT(nn.Module):
     cfg = self.config
     parts.check_images(images, cfg)
     dtype = jnp.dtype(cfg.dtype)
-    patches = parts.PatchEmbed(cfg, self.rules, name="patch_embed")
+    patches = parts.PatchEmbed(cfg, name="patch_embed")
     x = patches(images).reshape(len(images), -1, cfg.embed)
     if cfg.class_token:
       # Near 0, as in timm: its position makes it differ from the patches.
@@ -175,11 +166,10 @@ class ViT(nn.Module):
       x = jnp.concatenate([token, x], axis=1)
     positions = self.param("pos_embed", parts.kernel_init, (1, cfg.tokens, cfg.embed))
     x = nn.Dropout(cfg.dropout)(x + positions.astype(dtype), not train)
-    run = parts.run_block(cfg.remat, train)
     for i, rate in enumerate(parts.drop_path_rates(cfg.drop_path, cfg.layers)):
-      x = run(Block(cfg, self.rules, name=f"blocks_{i}"), x, rate)
+      x = Block(cfg, name=f"blocks_{i}")(x, rate, train)
     if cfg.class_token:
       x = parts.layer_norm(x, "norm", _EPSILON, cfg.dtype)[:, 0]
     else:  # timm's names and order
       x = parts.layer_norm(jnp.mean(x, axis=1), "fc_norm", _EPSILON, cfg.dtype)
-    return parts.head(x, cfg.classes, "head", self.rules)
+    return parts.head(x, cfg.classes, "head")

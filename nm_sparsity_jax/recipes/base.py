@@ -26,19 +26,18 @@ from nm_sparsity_jax.recipes.levels import leveled_mask, when
 NAN = np.float32(np.nan)  # numpy's: JAX_DEBUG_NANS looks at what jax makes
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Recipe:
   """What a rule applies to a weight.
 
   A recipe is a frozen, keyword-only dataclass. To vary one, write your own, and `register` it. A
-  name and the fields `pattern: NM` and `phases: Phases` make one that works:
+  name makes one that works:
 
       @dataclasses.dataclass(frozen=True, kw_only=True)
       class Mine(nms.Recipe):
         name = "mine"
-        pattern: nms.NM
-        phases: nms.Phases
 
-  Beside these, override what differs:
+  Then override what differs:
 
       levels             which pattern holds when; the target from the dense phase on
       curve              D(j) of the sparsify phase; hard, D = 0, by default
@@ -55,8 +54,8 @@ class Recipe:
     default_gradient: the gradient mode where `gradient` is None.
     pattern: the target pattern, None for dense.
     phases: the steps of the sparse run, None for dense.
-    gradient: 'masked', 'straight_through', or None for `default_gradient`.
-    lam: weight of the SR-STE term, 0 where there is none.
+    gradient: 'masked', 'straight_through', or None for `default_gradient`; a field of some recipes.
+    lam: weight of the SR-STE term, 0 where there is none; a field of some recipes.
   """
 
   name: ClassVar[str]
@@ -65,15 +64,15 @@ class Recipe:
   default_gradient: ClassVar[str] = "masked"
   pattern: NM
   phases: Phases
-  gradient: str | None = None
-  lam: float = 0.0
+  gradient: ClassVar[str | None] = None
+  lam: ClassVar[float] = 0.0
 
   def __post_init__(self):
-    for field in dataclasses.fields(self):  # type: ignore[arg-type]
+    for field in dataclasses.fields(self):
       value = getattr(self, field.name)
-      # Python's numbers, and floats where the default is one: equal recipes have one text.
+      # Python's numbers, and floats where the type is one: equal recipes have one text.
       value = value.item() if isinstance(value, np.generic) else value
-      is_float = isinstance(field.default, float) and isinstance(value, int)
+      is_float = "float" in str(field.type) and isinstance(value, int)
       object.__setattr__(self, field.name, float(value) if is_float else value)
     object.__setattr__(self, "pattern", NM.parse(self.pattern))
     if not isinstance(self.phases, Phases):
@@ -81,7 +80,12 @@ class Recipe:
         f"{type(self).__name__}(phases={self.phases!r}): give the steps of the sparse run, for "
         "example Phases(total=100_000, dense=10_000, finetune=20_000)."
       )
-    gradients.check_mode(self.gradient)
+    if self.gradient not in (None, "masked", "straight_through"):
+      raise ValueError(
+        f"gradient={self.gradient!r}: choose 'masked' (autodiff: a pruned weight gets D times the "
+        "gradient), 'straight_through' (every weight gets the whole gradient), or None for the "
+        "recipe's own."
+      )
 
   @property
   def gradient_mode(self) -> str:
@@ -107,7 +111,7 @@ class Recipe:
   @property
   def curve(self) -> Curve:
     """Returns D(j) of the sparsify phase, for j = step - dense."""
-    return schedules.hard()
+    return schedules.HARD
 
   def decay(self, step: jax.Array | int) -> jax.Array:
     """Returns D at `step`, a float32 scalar in [0, 1]; NaN at a negative step: none was given."""
@@ -222,9 +226,10 @@ class Recipe:
   def timeline(self, axis_size: int | None = None) -> tuple[Segment, ...]:
     """Returns what happens when, as segments that cover [0, total)."""
     p, curve = self.phases, self.curve
+    decay = lambda step: float(curve.value(np.int32(step - p.dense), np))
     levels = self.levels(axis_size)
     cuts = {0, self.sparse_from, p.finetune_start, p.total, *(start for start, _ in levels)}
-    cuts |= {p.dense + j for j in (*curve.knots, curve.end)}
+    cuts |= {p.dense + j for j in curve.knots}
     cuts = sorted(c for c in cuts if 0 <= c <= p.total)
     segments: list[Segment] = []
     for start, stop in zip(cuts, cuts[1:], strict=False):
@@ -232,7 +237,8 @@ class Recipe:
         new = Segment(start, stop, None, 1.0, 1.0)
       else:
         pattern = next(q for first, q in reversed(levels) if first <= start)
-        new = Segment(start, stop, pattern, *_decay_between(curve, p, start, stop))
+        ends = (0.0, 0.0) if start >= p.finetune_start else (decay(start), decay(stop))
+        new = Segment(start, stop, pattern, *ends)
       before = segments[-1] if segments else new
       decays = {before.decay_start, before.decay_stop, new.decay_start, new.decay_stop}
       if segments and before.pattern == new.pattern and len(decays) == 1:  # nothing changes here
@@ -336,11 +342,3 @@ def _pull_back(recipe, axis, step, grad, w, seen, stored):
   if recipe.lam:
     out = out + dtype.type(recipe.lam) * jnp.where(kept, jnp.zeros_like(wide), wide)
   return out.astype(grad.dtype)
-
-
-def _decay_between(curve: Curve, phases: Phases, start: int, stop: int) -> tuple[float, float]:
-  """Returns D at `start`, and the D that it approaches by `stop`, where both lie in one phase."""
-  if start >= phases.finetune_start:
-    return 0.0, 0.0
-  value: Any = lambda j: 0.0 if j >= curve.end else float(curve.value(np.int32(j), np))
-  return value(start - phases.dense), value(stop - phases.dense)

@@ -82,6 +82,4 @@ class SrSte(Recipe):
 
   name: ClassVar[str] = "sr_ste"
   default_gradient: ClassVar[str] = "straight_through"
-  pattern: NM
-  phases: Phases
   lam: float = 2e-4

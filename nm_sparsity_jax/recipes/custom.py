@@ -8,7 +8,6 @@ from typing import ClassVar
 
 from nm_sparsity_jax.core import schedules
 from nm_sparsity_jax.core.patterns import NM
-from nm_sparsity_jax.core.schedules import Phases
 from nm_sparsity_jax.recipes.base import Recipe
 
 
@@ -32,8 +31,6 @@ class Custom(Recipe):
   """
 
   name: ClassVar[str] = "custom"
-  pattern: NM
-  phases: Phases
   path: tuple[tuple[int, NM, float], ...] = ()
   gradient: str | None = None
 
@@ -64,5 +61,6 @@ class Custom(Recipe):
 
   @property
   def curve(self):
-    knots = (*((step, d) for step, _, d in self.path), (self.phases.finetune_start, 0.0))
-    return schedules.piecewise(knots, self.phases.dense)
+    dense = self.phases.dense
+    knots = [(step - dense, d) for step, _, d in self.path]
+    return schedules.piecewise(*knots, (self.phases.finetune_start - dense, 0.0))

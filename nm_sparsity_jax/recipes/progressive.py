@@ -10,21 +10,19 @@ import dataclasses
 from typing import ClassVar
 
 from nm_sparsity_jax.core import schedules
-from nm_sparsity_jax.core.patterns import NM
-from nm_sparsity_jax.core.schedules import Phases
 from nm_sparsity_jax.recipes.base import Recipe
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Fading(Recipe):
   """A recipe in which D falls by a kind of decay, at the rate beta."""
 
-  decay_kind: str | None
-  beta: float | None
+  decay_kind: ClassVar[str | None]
+  beta: float | None = None
+  gradient: str | None = None
 
   def __post_init__(self):
     super().__post_init__()
-    if self.beta is not None:
-      object.__setattr__(self, "beta", float(self.beta))
     # Both raise: here, not at the first step.
     self.levels()
     schedules.decay(self.decay_kind, self.beta, self.phases)
@@ -49,10 +47,6 @@ class MdgfLinear(Fading):
 
   name: ClassVar[str] = "mdgf_linear"
   decay_kind: ClassVar[str] = "linear"
-  pattern: NM
-  phases: Phases
-  beta: float | None = None
-  gradient: str | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -70,10 +64,6 @@ class MdgfExponential(Fading):
 
   name: ClassVar[str] = "mdgf_exponential"
   decay_kind: ClassVar[str] = "exponential"
-  pattern: NM
-  phases: Phases
-  beta: float | None = None
-  gradient: str | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -91,10 +81,6 @@ class SdgfStepwise(Fading):
   """
 
   name: ClassVar[str] = "sdgf_stepwise"
-  pattern: NM
-  phases: Phases
-  beta: float | None = None
-  gradient: str | None = None
   decay_kind: str | None = None
 
   def levels(self, axis_size=None):
@@ -120,10 +106,6 @@ class SdgfGeometric(Fading):
   """
 
   name: ClassVar[str] = "sdgf_geometric"
-  pattern: NM
-  phases: Phases
-  beta: float | None = None
-  gradient: str | None = None
   decay_kind: str | None = None
   k: int = 16
 

@@ -5,8 +5,6 @@ class -> [register] -> RECIPES -> recipe(name), settings, the text of rules in a
 
 from __future__ import annotations
 
-import dataclasses
-import difflib
 import types
 from collections.abc import Mapping
 from typing import Any, TypeVar
@@ -30,8 +28,6 @@ def register(cls: C) -> C:
       @dataclasses.dataclass(frozen=True, kw_only=True)
       class Mine(nms.Recipe):
         name = "mine"
-        pattern: nms.NM
-        phases: nms.Phases
 
   Then `nms.recipe("mine", ...)`, RECIPE = "mine" and the rules in a checkpoint mean this class. A
   program that reads such a checkpoint imports the module that registers it first. A class that a
@@ -45,17 +41,14 @@ def register(cls: C) -> C:
     `cls`, so that it can be used as a decorator.
   """
   name: Any = getattr(cls, "name", None)
-  is_frozen = getattr(getattr(cls, "__dataclass_params__", None), "frozen", False)
-  is_recipe = isinstance(cls, type) and issubclass(cls, Recipe) and is_frozen
-  fields = {f.name for f in dataclasses.fields(cls)} if is_recipe else {}  # type: ignore[arg-type]
-  is_name = isinstance(name, str) and name.isidentifier()
+  is_named = Recipe in cls.__mro__ and isinstance(name, str) and name.isidentifier()
   # A notebook or importlib.reload defines a class again: the same place means the same recipe.
-  known = _recipes.get(name, cls) if is_name else cls
+  known = _recipes.get(name, cls)
   is_taken = (known.__module__, known.__qualname__) != (cls.__module__, cls.__qualname__)
-  if not is_name or is_taken or not {"pattern", "phases"} <= {*fields}:
+  if not is_named or is_taken:
     raise ValueError(
-      f"register({cls!r}): give a frozen dataclass below nms.Recipe with the fields pattern and "
-      f"phases, and a name of one word that is not taken ({', '.join(_recipes)})."
+      f"register({cls!r}): give a dataclass below nms.Recipe, and a name of one word that is not "
+      f"taken ({', '.join(_recipes)})."
     )
   _recipes[name] = cls
   return cls
@@ -83,9 +76,7 @@ def recipe(
     **fields: more fields of the recipe.
   """
   if name not in RECIPES:
-    close = difflib.get_close_matches(str(name), RECIPES, 1)
-    hint = f" Did you mean {close[0]!r}?" if close else ""
-    raise ValueError(f"there is no recipe {name!r}. Choose one of: {', '.join(RECIPES)}.{hint}")
+    raise ValueError(f"there is no recipe {name!r}. Choose one of: {', '.join(RECIPES)}.")
   # None is how a gin file says that a macro is not set, so one file serves all recipes.
   given = {k: v for k, v in fields.items() if v is not None}
   return RECIPES[name](pattern=pattern, phases=phases, **given)  # type: ignore[call-arg]

@@ -8,8 +8,7 @@ from typing import ClassVar
 import jax.numpy as jnp
 
 from nm_sparsity_jax.core import schedules
-from nm_sparsity_jax.core.patterns import NM
-from nm_sparsity_jax.core.schedules import Phases, as_step
+from nm_sparsity_jax.core.schedules import as_step
 from nm_sparsity_jax.recipes.base import Recipe
 from nm_sparsity_jax.recipes.levels import leveled_mask, value_at, when
 
@@ -47,8 +46,6 @@ class OneShot(TakenOnce):
   """
 
   name: ClassVar[str] = "one_shot"
-  pattern: NM
-  phases: Phases
   gradient: str | None = None
 
   def first_state(self, groups, w):
@@ -75,8 +72,6 @@ class Snip(TakenOnce):
 
   name: ClassVar[str] = "snip"
   needs_gradients: ClassVar[bool] = True
-  pattern: NM
-  phases: Phases
   batches: int = 1
   gradient: str | None = None
 
@@ -137,8 +132,6 @@ class Idp(Recipe):
   name: ClassVar[str] = "idp"
   stateful: ClassVar[bool] = True
   default_gradient: ClassVar[str] = "straight_through"
-  pattern: NM
-  phases: Phases
   lam: float = 2e-4
 
   def __post_init__(self):

@@ -15,7 +15,6 @@ import contextlib
 import dataclasses
 import json
 import os
-import pathlib
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -32,7 +31,6 @@ from nm_sparsity_jax.training import rules_text
 
 _NOTES = "notes.json"  # in a checkpoint of `write`: rules, and settings of the network
 _SPARSE = "flax_mutables/nm_sparsity/"
-_AVERAGE = "state/average/"  # before the key of what it is the average of; written by `trainer`
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -78,6 +76,7 @@ class Stored:
   @property
   def in_place(self) -> bool:
     """Returns whether the run trained in place: its parameters are W~, and W is in its state."""
+    # T5X's parameters are W, so it keeps no second one.
     return any(key.startswith("state/dense/") for key in self.leaves)
 
   @property
@@ -91,50 +90,38 @@ class Stored:
 
   @property
   def average(self) -> bool:
-    """Returns whether the run kept a moving average of what it trained."""
-    return any(key.startswith(f"{_AVERAGE}target/") for key in self.leaves)
+    """Returns whether the run kept a moving average of what it trained: that is what is read."""
+    return any(key.startswith("state/not_averaged/") for key in self.leaves)
 
   def masks(self) -> dict[str, Any]:
     """Returns the stored masks, as `nms.init_state` makes them; `{}` where it keeps none."""
-    kept = {
-      key.removeprefix(_SPARSE): x for key, x in self.leaves.items() if key.startswith(_SPARSE)
-    }
+    kept = {k.removeprefix(_SPARSE): x for k, x in self.leaves.items() if k.startswith(_SPARSE)}
     tree = {k: np.asarray(x) for k, x in kept.items() if k not in ("step", "start", "rules")}
     return nested({"step": np.int32(self.sparse_step or 0), **tree}) if tree else {}
-
-  def deployed(self, key: str) -> str:
-    """Returns where the values lie that are scored and deployed: in the average, if there is one.
-
-        stored.array(stored.deployed("target/head/kernel"))
-
-    Args:
-      key: of a parameter, of the workload's state, or any other, which is returned.
-    """
-    return _AVERAGE + key if _AVERAGE + key in self.leaves else key
 
   def variables(self) -> dict[str, Leaf]:
     """Returns what is deployed, not read yet: 'params/head/kernel', 'batch_stats/bn1/mean', ..."""
     found = {}
-    for key in self.leaves:
+    for key, x in self.leaves.items():
       collection, _, path = key.removeprefix("flax_mutables/").partition("/")
       if key.startswith("target/"):
-        found[f"params/{path}"] = self.leaves[self.deployed(key)]
+        found[f"params/{path}"] = x
       elif key.startswith("flax_mutables/") and collection != "nm_sparsity":
-        found[f"{collection}/{path}"] = self.leaves[self.deployed(key)]
+        found[f"{collection}/{path}"] = x
     return found
 
 
 def find(name: str) -> str:
   """Returns the checkpoint that a name means: itself, or the newest one in a run's folder."""
   path = folders.path_of(name)
-  if folders.is_checkpoint(path) or other_formats.is_readable(path):
+  if folders.contents(path) or other_formats.is_readable(path):
     return name
   return folders.latest(name) or name
 
 
 def opened(path: str | os.PathLike | Stored) -> Stored:
   """Returns the checkpoint that a path means; one that was read already stays as it is."""
-  return path if isinstance(path, Stored) else read(find(os.fspath(path)))
+  return path if isinstance(path, Stored) else read(os.fspath(path))
 
 
 def read(name: str, like: Mapping[str, Any] | None = None, config: Any = None) -> Stored:
@@ -142,6 +129,7 @@ def read(name: str, like: Mapping[str, Any] | None = None, config: Any = None) -
 
   Args:
     name: of the folder or file; a URL such as 'gs://bucket/run/checkpoint_1000' for Orbax and T5X.
+      A run's folder means its newest one.
     like: of a file in timm's names, the variables of the network that takes it.
     config: of the network that takes it; None = any.
 
@@ -149,25 +137,24 @@ def read(name: str, like: Mapping[str, Any] | None = None, config: Any = None) -
     FileNotFoundError: it is not there.
     ValueError: it is damaged, or of another network.
   """
+  name = find(name)
   path = folders.path_of(name)
   if not path.exists():
     raise FileNotFoundError(f"there is no checkpoint {name!r}")
   rules = packed = None
+  # Those of other libraries first: a folder of theirs may be called checkpoint_7 as well.
   if other_formats.is_readable(path):
     format_, arrays, rules, packed = other_formats.read(name, like, config)
-  elif file := folders.t5x_file(path):
+  elif found := folders.contents(path):
+    format_, inside = found
     with _damage(name, "its metadata"):
-      format_, arrays = "T5X", t5x_format.read(file)
-  elif state := folders.orbax_state(path):
-    with _damage(name, "its metadata"):
-      format_, arrays = "Orbax", orbax.read(state)
+      arrays = (t5x_format if format_ == "T5X" else orbax).read(inside)
   else:
-    inside = folders.latest(name)
-    hint = f": name one in it, such as {inside!r}" if inside else ""
     raise ValueError(
       f"{name!r} is not a checkpoint: it has neither a file 'checkpoint' (T5X) nor state/_METADATA "
-      f"(Orbax){hint}"
+      "(Orbax)"
     )
+  # Another window fits all shapes and gives other logits, so nothing later would notice it.
   for setting, there in network_settings(name).items():
     here = getattr(config, setting, there)
     if here != there:
@@ -176,6 +163,7 @@ def read(name: str, like: Mapping[str, Any] | None = None, config: Any = None) -
         f"shapes do not reveal: set {setting} of its config to {there}."
       )
 
+  # Damage shows when an array is read, far from here, so each knows its file and its name.
   def named(key: str, x: Any) -> Leaf:
     def make() -> np.ndarray:
       with _damage(name, key):
@@ -209,6 +197,7 @@ def network_settings(name: str) -> dict[str, int]:
     name: of the checkpoint.
   """
   folder = folders.path_of(name)
+  # Its own notes first: what `finalize` wrote may lie in the folder of another run.
   found = files.read_json(folder / _NOTES, None)
   if found is None:
     found = files.read_json(folder.parent / "run.json", {}).get("workload") or {}
@@ -216,7 +205,7 @@ def network_settings(name: str) -> dict[str, int]:
 
 
 def load(stored: Stored, like: Any, shardings: Any) -> Any:
-  """Loads the part of a checkpoint that a tree names.
+  """Loads what is deployed of a checkpoint, array by array, as far as a tree names it.
 
   Args:
     stored: the checkpoint; more than is wanted may be in it.
@@ -229,38 +218,23 @@ def load(stored: Stored, like: Any, shardings: Any) -> Any:
   Raises:
     ValueError: the checkpoint lacks an array, has another shape, or is damaged.
   """
-  wanted = dict(flatten(like))
+  check_shapes(stored, like)
+  # One array at a time is on the host: all of them may not fit.
+  placed = [
+    jax.device_put(stored.array(key).astype(x.dtype), sharding)
+    for (key, x), sharding in zip(flatten(like), jax.tree.leaves(shardings), strict=True)
+  ]
+  return jax.tree.unflatten(jax.tree.structure(like), placed)
+
+
+def check_shapes(stored: Stored, like: Any) -> None:
+  """Refuses a checkpoint that lacks an array of a tree, or has it in another shape."""
+  wanted = {key: tuple(x.shape) for key, x in flatten(like)}
   found = {key: stored.leaves[key].shape for key in wanted if key in stored.leaves}
-  if said := difference({key: tuple(x.shape) for key, x in wanted.items()}, found):
+  if said := difference(wanted, found):
     raise ValueError(
       f"{stored.path} is of another model: {said}: choose the model file of its run, and its sizes."
     )
-  if stored.format == "Orbax":
-    path = folders.path_of(stored.path)
-    with _damage(stored.path, "an array"):
-      return restore(folders.orbax_state(path) or path, like, shardings)
-  arrays = {key: stored.array(key).astype(x.dtype) for key, x in wanted.items()}
-  where = dict(flatten(shardings))
-  return nested({key: jax.device_put(x, where[key]) for key, x in arrays.items()})
-
-
-def restore(path: pathlib.Path, like: Any, shardings: Any) -> Any:
-  """Restores a tree by Orbax, each shard onto its device.
-
-  Args:
-    path: the folder that Orbax reads, such as .../checkpoint_1000/state.
-    like: a tree of shapes and dtypes; the checkpoint may hold more.
-    shardings: the same tree of shardings.
-  """
-  import orbax.checkpoint as ocp
-
-  def args(leaf, sharding):
-    return ocp.ArrayRestoreArgs(sharding=sharding, global_shape=leaf.shape, dtype=leaf.dtype)
-
-  restore_args = jax.tree.map(args, like, shardings)
-  with orbax.quiet(), ocp.PyTreeCheckpointer() as reader:
-    wanted = ocp.args.PyTreeRestore(item=like, restore_args=restore_args, partial_restore=True)
-    return reader.restore(path, args=wanted)
 
 
 def check_new(folder: str) -> None:

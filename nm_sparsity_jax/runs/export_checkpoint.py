@@ -34,71 +34,13 @@ from nm_sparsity_jax.runs.verify_checkpoint import Proof
 from nm_sparsity_jax.training.rules import Rules
 
 
-@dataclasses.dataclass(frozen=True)
-class Exported:
-  """What `export` wrote.
-
-  Attributes:
-    source: the checkpoint that was read.
-    path: of the file or folder.
-    tensors: how many it holds.
-    proof: of the file, read back; None for a dense checkpoint, which has nothing to prove.
-  """
-
-  source: Stored
-  path: str
-  tensors: int
-  proof: Proof | None
-
-  @property
-  def ok(self) -> bool:
-    """Returns whether the file is n:m, or dense."""
-    return self.proof is None or self.proof.ok
-
-  def as_dict(self) -> dict[str, Any]:
-    """Returns the findings as values that JSON knows."""
-    places = self.proof.as_dict()["places"] if self.proof else []
-    facts = {"from": self.source.path, "file": self.path, "tensors": self.tensors}
-    return {**facts, "ok": self.ok, "places": places}
-
-
-@dataclasses.dataclass(frozen=True)
-class Packed:
-  """What `pack` wrote.
-
-  Attributes:
-    source: the checkpoint that was read.
-    path: of the file.
-    bytes: of the file, its header included.
-    report: bytes of each kernel, before and after, and what was not packed, with the reason.
-  """
-
-  source: Stored
-  path: str
-  bytes: int
-  report: inference_tree.Report
-
-  def as_dict(self) -> dict[str, Any]:
-    """Returns the findings as values that JSON knows."""
-    report = self.report
-    return {
-      "from": self.source.path,
-      "file": self.path,
-      "bytes": self.bytes,
-      "bytes_of_weights": report.total,
-      "bytes_with_zeros": report.zeros,
-      "packed": {path: dataclasses.asdict(kernel) for path, kernel in report.packed.items()},
-      "dense": dict(report.dense),
-    }
-
-
 def export(
   path: str | os.PathLike | Stored,
   out: str | os.PathLike,
   rules: checkpoint_rules.Given = None,
   axes: Mapping[str, Any] | None = None,
   feed_forward: str | None = None,
-) -> Exported:
+) -> Proof | None:
   """Writes the weights of a checkpoint in the names of another library, and proves them there.
 
       nms.runs.export("runs/final", "model.safetensors")  # images: timm's
@@ -113,11 +55,14 @@ def export(
     feed_forward: of a T5, `feed_forward_proj` of config.json, which weights do not tell; None =
       'gated-gelu' where the MLP has two input projections, else 'relu'.
 
+  Returns:
+    The proof of the file, read back; None for a dense checkpoint, which has nothing to prove.
+
   Raises:
     ValueError: it is of another network, or sparse and not n:m; or the file cannot be.
   """
   file = os.fspath(out)
-  safetensors_file.refuse_existing(file)
+  safetensors_file.refuse_existing(file)  # before the weights are read, which takes long
   stored = checkpoint.opened(path)
   shapes = {key: x.shape for key, x in flatten(checkpoint_rules.parameters(stored))}
   is_t5 = huggingface.is_t5(shapes)
@@ -130,20 +75,16 @@ def export(
     rules = _rules_of_layers(proof.rules, shapes)
   arrays = {key: np.asarray(x) for key, x in stored.variables().items()}
   if is_t5:
-    arrays = {key.removeprefix("params/"): x for key, x in arrays.items()}
     config = huggingface.config_of(shapes, stored.path)
     if feed_forward:
       activations = huggingface.activations_of(feed_forward, "feed_forward")
       config = dataclasses.replace(config, mlp_activations=activations)
-    tensors = huggingface.to_huggingface(arrays, config)
-    dtype = str(arrays["token_embedder/embedding"].dtype)
-    huggingface.write_folder(file, tensors, huggingface.to_json(config, dtype))
+    params = {key.removeprefix("params/"): x for key, x in arrays.items()}
+    huggingface.write(file, params, config)
   else:
-    tensors = timm.to_timm(arrays)
-    safetensors_file.write(file, tensors)
+    timm.write(file, arrays)
   # Their tensors are (out, in), and the reader turns them: axis 1 there is axis 0 of the proof.
-  written = verify_checkpoint.verify(file, rules) if is_sparse else None
-  return Exported(stored, file, len(tensors), written)
+  return verify_checkpoint.verify(file, rules) if is_sparse else None
 
 
 def pack(
@@ -152,10 +93,10 @@ def pack(
   rules: checkpoint_rules.Given = None,
   axes: Mapping[str, Any] | None = None,
   dtype: str | None = None,
-) -> Packed:
+) -> inference_tree.Report:
   """Writes the weights of a checkpoint that are n:m without their zeros, and reads them back.
 
-      print(nms.runs.pack("runs/final", "model.safetensors").report)
+      print(nms.runs.pack("runs/final", "model.safetensors"))
 
   Args:
     path: a checkpoint of any network that is n:m, a folder of Hugging Face's T5, or a file of
@@ -166,8 +107,11 @@ def pack(
     dtype: of packed values: 'float32', 'bfloat16', 'float16' or 'int8', which rounds with one scale
       for each column. None: as stored. What is not packed keeps its dtype.
 
+  Returns:
+    Bytes of each kernel, before and after, and what was not packed, with the reason.
+
   Raises:
-    ValueError: a kernel is not n:m, nothing is to be packed, or the file cannot be written.
+    ValueError: a kernel is not n:m, or the file is there.
   """
   file = os.fspath(out)
   _check_name(file)
@@ -177,11 +121,11 @@ def pack(
   variables = nested({key: np.asarray(x) for key, x in stored.variables().items()})
   params = dict(flatten(variables["params"]))
   shapes = {key: x.shape for key, x in params.items()}
-  layers = apart_all(params)
+  layers = apart_all(params)  # a kernel of a scan is one stack, which no layer multiplies by
   layer_rules = _rules_of_layers(stacked_rules, shapes)
   report = packed_file.write(file, {**variables, "params": nested(layers)}, layer_rules, dtype)
   packed_file.read(file)  # the reader checks every entry
-  return Packed(stored, file, os.path.getsize(file), report)
+  return report
 
 
 def convert(path: str | os.PathLike, out: str | os.PathLike, scan_layers: bool = False) -> str:
@@ -206,6 +150,7 @@ def convert(path: str | os.PathLike, out: str | os.PathLike, scan_layers: bool =
   config = dataclasses.replace(folder.config, scan_layers=scan_layers)
   arrays = {f"target/{k}": np.asarray(x, np.float32) for k, x in folder.arrays(config).items()}
   made = os.path.join(out, "checkpoint_0")
+  # T5X restores a step as well.
   checkpoint.write(made, arrays | {"state/step": np.asarray(np.int32(0))})
   return made
 
@@ -220,22 +165,17 @@ def _check_name(file: str, is_folder: bool = False) -> None:
 def _rules_of_layers(rules: Rules, shapes: Mapping[str, tuple[int, ...]]) -> Rules:
   """Returns the rules of a network without a scan that mean the same.
 
-  They are the same ones, but where a regex names a stack alone: then they name what they found. A
-  kernel of a layer has two axes and contracts the first one, whatever the axis of its stack is.
+  They are the same ones, but where a regex names a stack alone: then they name the layers. A kernel
+  of a layer has two axes and contracts the first one, whatever the axis of its stack is.
   """
   shaped = {path: jax.ShapeDtypeStruct(shape, "float32") for path, shape in shapes.items()}
   layers = {path: list(apart(path, x)) for path, x in shaped.items()}
   matches = {path: hit for path in shapes if (hit := rules.match(path))}
-  axes = rules.axes
+  places, axes = rules.places, rules.axes
+  # An axis of a stack counts the layers too, so it says nothing of a layer's kernel.
   if any(layers[path] != [path] for path in matches):
     assigned = rules.assign(nested(shaped)).places
-    alone = {path: place for path, place in assigned.items() if layers[path] == [path]}
-    axes = {re.escape(path): place.axis for path, place in alone.items()}
-  if all(rules.match(layer) == at for path, at in matches.items() for layer in layers[path]):
-    return Rules(rules.places, axes, rules.indivisible, rules.roles)
-  number = lambda layer: re.sub(r"_0/", r"_\\d+/", re.escape(layer), count=1)
-  table = {
-    re.escape(path) if layers[path] == [path] else number(layers[path][0]): rules.places[at]
-    for path, at in matches.items()
-  }
-  return Rules(table, axes, rules.indivisible, rules.roles)
+    axes = {re.escape(k): site.axis for k, site in assigned.items() if layers[k] == [k]}
+  if any(rules.match(layer) != at for path, at in matches.items() for layer in layers[path]):
+    places = {re.escape(x): rules.places[at] for path, at in matches.items() for x in layers[path]}
+  return Rules(places, axes, rules.indivisible)

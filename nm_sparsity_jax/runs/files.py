@@ -53,6 +53,7 @@ def named(path: Any) -> Iterator[None]:
   """
   try:
     yield
+  # What json raises, and what code raises that reads other values than it expects.
   except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as e:
     if str(path) in str(e):
       raise
@@ -79,6 +80,7 @@ def read_json(path: Any, default: Any) -> Any:
 
 def check_folder(what: str, folder: pathlib.Path) -> None:
   """Raises where a folder to write into cannot be made; it need not be there yet."""
+  # Missing parents are made later, so the nearest one that is there decides.
   there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
   if not (there.is_dir() and os.access(there, os.W_OK)):
     raise ValueError(f"{what}: nothing can be written into {str(there)!r}. Name another place.")

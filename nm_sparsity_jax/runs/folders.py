@@ -46,7 +46,7 @@ def latest(folder: str | os.PathLike) -> str | None:
   for inside in ("", "checkpoints"):  # where Kauldron's lie
     path = path_of(folder) / inside
     for _, name in reversed(_named(path)):
-      if is_checkpoint(path / name):
+      if contents(path / name):
         return os.path.join(folder, inside, name)
   return None
 
@@ -67,36 +67,21 @@ def named_step(checkpoint: str) -> int | None:
   return int(found[1]) if found else None
 
 
-def is_checkpoint(path: Any) -> bool:
-  """Returns whether a folder holds a checkpoint of either format, whatever its name.
+def contents(checkpoint: Any) -> tuple[str, Any] | None:
+  """Returns the format of a checkpoint, and what its reader opens; None where it is none.
+
+  T5X's own format begins with a file. Orbax reads the folder state/, Kauldron's default/, or the
+  checkpoint's folder itself.
 
   Args:
-    path: a path of `path_of`.
+    checkpoint: a path of `path_of`: the folder, or T5X's file.
   """
-  return t5x_file(path) is not None or orbax_state(path) is not None
-
-
-def t5x_file(checkpoint: Any) -> Any:
-  """Returns the file that a checkpoint in T5X's own format begins with; None if it is not one.
-
-  Args:
-    checkpoint: a path of `path_of`: the folder, or that file.
-  """
-  if checkpoint.name == PREFIX and checkpoint.is_file():
-    return checkpoint
-  return file if (file := checkpoint / PREFIX).is_file() else None
-
-
-def orbax_state(checkpoint: Any) -> Any:
-  """Returns the folder that Orbax reads of a checkpoint; None where Orbax wrote none.
-
-  It is state/, Kauldron's default/, or the folder itself.
-
-  Args:
-    checkpoint: a path of `path_of`.
-  """
+  # A link that leads nowhere is no file, and a folder that a kill left empty holds none.
+  own = checkpoint if checkpoint.name == PREFIX else checkpoint / PREFIX
+  if own.is_file():
+    return "T5X", own
   inside = (checkpoint / "state", checkpoint / "default", checkpoint)
-  return next((p for p in inside if (p / "_METADATA").is_file()), None)
+  return next((("Orbax", p) for p in inside if (p / "_METADATA").is_file()), None)
 
 
 def steps(folder: str | os.PathLike) -> Sequence[int]:

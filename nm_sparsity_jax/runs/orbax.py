@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -18,9 +18,10 @@ import numpy as np
 from nm_sparsity_jax.core.trees import flatten, nested
 from nm_sparsity_jax.deploy.safetensors_file import Lazy
 
-# The names of Kauldron, and of the local runner, which trains in place, so its state is the
-# optimizer's -> T5X's names; the first that fits. `nms.sparse` keeps the step twice.
-_KAULDRON = (
+AVERAGE = "state/average/"  # of a local run, before the name of what it is the average of
+# A name of Kauldron, or of the local runner, which trains in place, so its state is the optimizer's
+# -> T5X's name; the first that fits. `nms.sparse` keeps the step twice.
+_NAMES = (
   ("step", "state/step"),
   ("params/", "target/"),
   ("opt_state/count", "flax_mutables/nm_sparsity/step"),
@@ -30,8 +31,6 @@ _KAULDRON = (
   ("opt_state/dense/", "state/dense/"),
   ("opt_state/", "state/param_states/"),
   ("collections/", "flax_mutables/"),
-)
-_LOCAL = (
   ("state/nm_sparsity/dense/", "state/dense/"),
   ("state/nm_sparsity/", "flax_mutables/nm_sparsity/"),
 )
@@ -41,14 +40,14 @@ def read(state: Any) -> dict[str, Lazy]:
   """Returns key -> array, which is read when it is asked for.
 
   Args:
-    state: a path of `folders.orbax_state`.
+    state: a path of `folders.contents`.
   """
   import orbax.checkpoint as ocp
 
+  # It stays open as long as an array may be asked for.
   reader = ocp.PyTreeCheckpointer()
   with quiet():
     metadata: Any = reader.metadata(state)
-  table = _KAULDRON if state.name == "default" else _LOCAL
 
   def lazy(name: str, x: Any) -> Lazy:
     wanted: Any = nested({name: ocp.RestoreArgs(restore_type=np.ndarray)})
@@ -60,15 +59,21 @@ def read(state: Any) -> dict[str, Lazy]:
 
     return Lazy(tuple(x.shape), np.dtype(x.dtype), array)
 
-  found = [(_t5x_name(name, table), name, x) for name, x in flatten(metadata.item_metadata.tree)]
-  return {key: lazy(name, x) for key, name, x in found if key is not None}
+  found = dict(flatten(metadata.item_metadata.tree))
+  # What a run scored is read in place of what it averaged.
+  averaged = {name.removeprefix(AVERAGE) for name in found if name.startswith(AVERAGE)}
 
+  def key_of(name: str) -> str | None:
+    """Returns T5X's name."""
+    if name in averaged:
+      return f"state/not_averaged/{name}"
+    name = name.removeprefix(AVERAGE)
+    for theirs, ours in _NAMES:
+      if name == theirs or theirs.endswith("/") and name.startswith(theirs):
+        return None if ours is None else ours + name.removeprefix(theirs)
+    return name
 
-def _t5x_name(key: str, table: Sequence[tuple[str, str | None]]) -> str | None:
-  for theirs, ours in table:
-    if key == theirs or theirs.endswith("/") and key.startswith(theirs):
-      return None if ours is None else ours + key.removeprefix(theirs)
-  return key
+  return {key: lazy(name, x) for name, x in found.items() if (key := key_of(name)) is not None}
 
 
 @contextlib.contextmanager

@@ -3,7 +3,6 @@
 F.safetensors, of timm's names  -> [read] -> key -> array
 F.safetensors, packed           ->
 FOLDER, Hugging Face's T5       ->
-key -> array -> [write_like] -> another such folder
 """
 
 from __future__ import annotations
@@ -15,10 +14,10 @@ from typing import Any
 
 import numpy as np
 
+from nm_sparsity_jax.core.packed import NMPacked, unpack
+from nm_sparsity_jax.core.trees import flatten
 from nm_sparsity_jax.deploy import huggingface, packed_file, safetensors_file, timm
 from nm_sparsity_jax.deploy.safetensors_file import Lazy
-
-HUGGING_FACE = "Hugging Face"  # the format of a folder
 
 
 def is_readable(path: Any) -> bool:
@@ -37,40 +36,28 @@ def read(
   Args:
     name: of the file or folder.
     like: as in `timm.from_timm`.
-    config: as in `timm.from_timm`; of a T5, as in `huggingface.read`.
+    config: of a T5, as in `huggingface.read`.
 
   Raises:
     ValueError: it is pickled, damaged, or of another network.
   """
   if os.path.isdir(name):
     arrays = huggingface.Folder(name).arrays(config)
-    return HUGGING_FACE, {f"target/{key}": x for key, x in arrays.items()}, None, None
+    return "Hugging Face", {f"target/{key}": x for key, x in arrays.items()}, None, None
   opened = safetensors_file.Opened(name)
   if packed_file.is_packed(opened):
-    file = packed_file.Opened(name)
-    lazy = lambda key, x: Lazy(tuple(x.shape), np.dtype(x.dtype), lambda: file.array(key))
-    found = {_key(key): lazy(key, x) for key, x in file.leaves.items()}
-    return "packed", found, file.rules, lambda: packed_file.read(name)
-  arrays = timm.from_tensors(opened.tensors, repr(name), like, config)
+    variables, rules = packed_file.read(name)
+    leaves = flatten(variables, lambda x: isinstance(x, NMPacked))
+    return "packed", {_key(key): _with_zeros(x) for key, x in leaves}, rules, lambda: variables
+  arrays = timm.from_tensors(opened.tensors, repr(name), like)
   return "timm", {_key(key): x for key, x in arrays.items()}, None, None
+
+
+def _with_zeros(x: Any) -> Lazy:
+  unpacked = lambda: unpack(x) if isinstance(x, NMPacked) else x
+  return Lazy(tuple(x.shape), np.dtype(x.dtype), unpacked)
 
 
 def _key(key: str) -> str:
   collection, _, below = key.partition("/")
   return f"{'target' if collection == 'params' else f'flax_mutables/{collection}'}/{below}"
-
-
-def write_like(path: str, out: str, arrays: Mapping[str, np.ndarray]) -> None:
-  """Writes a folder of Hugging Face's T5 like another one, with other values.
-
-  Args:
-    path: of the other one: config.json, tokenizer and dtypes are its.
-    out: of the new folder.
-    arrays: by key, such as 'target/token_embedder/embedding'.
-  """
-  folder = huggingface.Folder(path)
-  own = {
-    key: arrays[f"target/{key}"].astype(x.dtype, copy=False) for key, x in folder.arrays().items()
-  }
-  tensors = huggingface.to_huggingface(own, folder.config)
-  huggingface.write_folder(out, tensors, folder.json, folder.companions())

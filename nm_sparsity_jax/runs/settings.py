@@ -10,25 +10,14 @@ from __future__ import annotations
 
 import json
 import pathlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
+from nm_sparsity_jax.core.trees import flatten
 from nm_sparsity_jax.runs import files, folders
 
 _FILE = "settings.json"
 _UNSET = "not set"
-
-
-def _leaves(path: str, value: Any) -> Iterator[tuple[str, Any]]:
-  """Yields the path and the value of each leaf, such as ('model.batch_size', 8)."""
-  if isinstance(value, Mapping) and value:
-    for key in sorted(value):
-      yield from _leaves(".".join(filter(None, (path, key))), value[key])
-  elif isinstance(value, list | tuple) and value:
-    for i, x in enumerate(value):
-      yield from _leaves(f"{path}[{i}]", x)
-  else:
-    yield path, value
 
 
 def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[tuple[str, str, str]]:
@@ -41,11 +30,12 @@ def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[tuple[st
     old: name -> nested value.
     new: the same, later.
   """
-  before, now = ({path: repr(x) for path, x in _leaves("", values)} for values in (old, new))
+  leaves = lambda tree: flatten(tree, lambda x: x is None or x in ({}, []))  # jax has no such leaf
+  before, now = ({k.rstrip("/"): repr(x) for k, x in leaves(tree)} for tree in (old, new))
   pairs = {path: (before.get(path, _UNSET), now.get(path, _UNSET)) for path in before | now}
   found = {path: pair for path, pair in pairs.items() if pair[0] != pair[1]}
   # Where another function stands, its arguments say nothing more.
-  inside = lambda path: any(path.startswith((f"{p}.", f"{p}[")) for p in found)
+  inside = lambda path: any(path.startswith(f"{p}/") for p in found)
   return [(path, *pair) for path, pair in sorted(found.items()) if not inside(path)]
 
 
@@ -61,7 +51,7 @@ def refuse_changed(folder: pathlib.Path, settings: Mapping[str, Any]) -> None:
   Raises:
     ValueError: names what differs, such as "random_seed was 0, and is 3".
   """
-  if not folders.steps(folder):
+  if not folders.steps(folder):  # nothing would be continued
     return
   before = files.read_json(folder / _FILE, None)
   if before is None:
@@ -75,13 +65,6 @@ def refuse_changed(folder: pathlib.Path, settings: Mapping[str, Any]) -> None:
       f"the run in {folder} was started with other settings: {what}. Keep the old ones, or "
       "take another MODEL_DIR."
     )
-
-
-def agree(folder: pathlib.Path, settings: Mapping[str, Any]) -> None:
-  """Refuses a changed run; writes the settings of a new one, which has no checkpoint yet."""
-  refuse_changed(folder, settings)
-  if not folders.steps(folder):
-    write(folder, settings)
 
 
 def write(folder: pathlib.Path, settings: Mapping[str, Any]) -> None:

@@ -1,15 +1,13 @@
 """Signals that ask a process to save and to end.
 
 SIGTERM, SIGINT -> Signals.name, which a loop looks at between two steps
-                -> Relay: a child is asked to end; the second ctrl-C kills it
+                -> a child, which is asked to end; the second ctrl-C kills it
 """
 
 from __future__ import annotations
 
-import contextlib
 import signal
 import threading
-from collections.abc import Iterator
 from typing import Any
 
 
@@ -29,6 +27,7 @@ class Signals:
   def __init__(self):
     self.name: str | None = None
     self._interrupts = 0
+    self._child: Any = None
     self._before = {}
 
   def __enter__(self):
@@ -41,43 +40,21 @@ class Signals:
     for number, handler in self._before.items():
       signal.signal(number, handler)
 
+  def relay(self, child: Any) -> None:
+    """Passes signals on to a child, a `subprocess.Popen`, until the next one: it saves and ends.
+
+    A second SIGINT kills it: a run loses nothing by that but the steps since its last checkpoint.
+    """
+    self._child = child
+    if self.name is not None:  # it came between two children
+      child.terminate()
+
   def _note(self, number, frame) -> None:
     self._interrupts += number == signal.SIGINT
     self.name = self.name or signal.Signals(number).name
-    self.act(number == signal.SIGINT and self._interrupts > 1)
-
-  def act(self, again: bool) -> None:
-    """Acts on a signal.
-
-    Args:
-      again: whether it is a SIGINT that is not the first one.
-    """
-    if again:
-      raise KeyboardInterrupt
-
-
-class Relay(Signals):
-  """Asks a child to save and to end; a second SIGINT kills it.
-
-  A run loses nothing to SIGKILL but the steps since its last checkpoint.
-  """
-
-  def __init__(self):
-    super().__init__()
-    self._child: Any = None
-
-  def act(self, again: bool) -> None:
-    """Passes a signal on."""
-    if self._child is not None:
+    # The first asks to save, which takes a while; who presses ctrl-C again will not wait.
+    again = number == signal.SIGINT and self._interrupts > 1
+    if self._child is not None:  # one that has ended already gets nothing
       self._child.kill() if again else self._child.terminate()
-
-  @contextlib.contextmanager
-  def to(self, child: Any) -> Iterator[None]:
-    """Relays signals to a child, a `subprocess.Popen`; one that came before it counts."""
-    self._child = child
-    if self.name is not None:  # between two children
-      child.terminate()
-    try:
-      yield
-    finally:
-      self._child = None
+    elif again:
+      raise KeyboardInterrupt

@@ -17,7 +17,7 @@ def read(file: Any) -> dict[str, Any]:
   """Returns key -> array, or `Lazy` that reads it.
 
   Args:
-    file: a path of `folders.t5x_file`. msgpack holds data alone: nothing in it is executed.
+    file: a path of `folders.contents`. msgpack holds data alone: nothing in it is executed.
   """
   import tensorstore
   from flax import serialization

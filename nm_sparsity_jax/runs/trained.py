@@ -11,6 +11,7 @@ overridden by bindings that no macro shows. config.gin is read as text: nothing 
 from __future__ import annotations
 
 import ast
+import contextlib
 import functools
 import os
 import pathlib
@@ -98,67 +99,63 @@ def started(folder: str | os.PathLike) -> Mapping[str, Any]:
   return files.read_json(pathlib.Path(folder) / "run.json", {})
 
 
-def rules_of(folder: str | os.PathLike, gin: str | None = None) -> Rules:
+def rules_of(folder: str | os.PathLike) -> Rules:
   """Returns the rules of a run: those in its newest checkpoint, else those of its macros.
 
   Args:
     folder: the run's.
-    gin: the text of its config.gin, '' for none; None reads it from the folder.
 
   Raises:
     ValueError: they are in neither, or the macros say what is refused.
   """
   from nm_sparsity_jax.training import configure, rules_text
 
-  stored, _ = _opened(folder)
-  if stored is not None and stored.rules is not None:
-    return rules_text.parse(stored.rules)
-  settings = read_settings(folder) if gin is None else parse_settings(gin)
+  # First, since bindings that no macro shows may have overridden the macros.
+  with contextlib.suppress(ValueError, FileNotFoundError):  # none is there yet, or it is damaged
+    if text := _opened(folder).rules:
+      return rules_text.parse(text)
+  settings = read_settings(folder)
   if "RECIPE" not in settings:
     raise ValueError("config.gin has no macro RECIPE, or is not there")
-  known: dict[str, Any] = {"places": None}
-  known |= {name: settings[macro] for name, macro in _MACROS.items() if macro in settings}
-  for name, value in known.items():
-    if isinstance(value, Reference):
-      raise ValueError(f"{_MACROS[name]} is not a plain value in config.gin: {value}")
-  return configure.rules(**known)
+  known = {name: settings[macro] for name, macro in _MACROS.items() if macro in settings}
+  if references := [_MACROS[k] for k, value in known.items() if isinstance(value, Reference)]:
+    raise ValueError(f"config.gin: {', '.join(references)} is not a plain value")
+  return configure.rules(**{"places": None, **known})
 
 
-def stored_rules(
-  path: str, pretrained_steps: int | None = None, why: str = "", **given: Any
-) -> Rules:
+def stored_rules(path: str, pretrained_steps: int | None = None, **settings: Any) -> Rules:
   """Returns the rules that a checkpoint holds; refuses a setting that says something else.
 
-  Where a checkpoint cannot be read, or is dense, the settings may have them all: what opens it
-  refuses it.
+  Those of a dense checkpoint, or of one that is not there, are what the settings say.
 
   Args:
     path: the checkpoint, or a run's folder, whose newest one counts.
     pretrained_steps: the step at which its run began, to be checked; None = any.
-    why: how to evaluate a dense checkpoint.
-    **given: arguments of `configure.rules`; None where a setting is not given.
+    **settings: arguments of `configure.rules`; None where nothing sets one.
 
   Raises:
     ValueError: a setting does not agree, or the rules are unknown.
   """
   from nm_sparsity_jax.training import configure, rules_text
 
-  stored, error = _opened(path)
+  try:
+    stored = _opened(path)
+  except (ValueError, FileNotFoundError):
+    if settings.get("recipe") is None:
+      raise
+    stored = None  # a plan goes on, and says so where it looks at the checkpoint
   if stored is None or stored.rules is None:
-    settings = {name: value for name, value in given.items() if value is not None}
-    try:
-      # `ff` is what gin_configs/sparsity.gin makes sparse.
-      return configure.rules(**{"places": {"ff": None}, **settings})
-    except ValueError as e:
-      dense = f"{path} is dense: it has no sparse step. Evaluate it with {why}"
-      raise ValueError(f"{error or dense}. The settings give no rules: {e}") from e
+    known = {name: value for name, value in settings.items() if value is not None}
+    # `ff` is what gin_configs/sparsity.gin makes sparse.
+    return configure.rules(**{"places": {"ff": None}, **known})
   rules = rules_text.parse(stored.rules)
   if pretrained_steps is not None and stored.start not in (None, pretrained_steps):
     raise ValueError(
       f"PRETRAINED_STEPS={pretrained_steps}, but the run of {stored.path} began at step "
       f"{stored.start}: leave PRETRAINED_STEPS out. Where a file sets it, None counts as left out."
     )
-  configure.agree(rules, stored.path, **given)
+  # A flag that disagrees would be ignored in silence otherwise.
+  configure.agree(rules, stored.path, **settings)
   return rules
 
 
@@ -172,11 +169,17 @@ def start_of(run: str | None, initial: str | None = None) -> int | None:
   Raises:
     ValueError: there is an initial checkpoint, and its step cannot be known.
   """
-  stored, _ = _opened(run) if run else (None, None)
-  if stored is not None and stored.start is not None or not initial:
-    return stored and stored.start
-  stored, _ = _opened(initial)
-  step = folders.named_step(initial) if stored is None else stored.step
+  start = None
+  # A run that resumes goes by its own checkpoints, whatever the settings still name.
+  if run:
+    with contextlib.suppress(ValueError, FileNotFoundError):  # it has none yet
+      start = _opened(run).start
+  if start is not None or not initial:
+    return start
+  try:
+    step = _opened(initial).step
+  except Exception:  # such as of a bucket; what restores the checkpoint says it again
+    step = folders.named_step(initial)
   if step is None:
     raise ValueError(
       f"INITIAL_CHECKPOINT_PATH={initial!r} does not tell PRETRAINED_STEPS, its step. Set "
@@ -185,14 +188,11 @@ def start_of(run: str | None, initial: str | None = None) -> int | None:
   return step
 
 
-def _opened(path: str | os.PathLike) -> tuple[Stored | None, Exception | None]:
-  """Returns a checkpoint, or the newest one of a run; where none can be read, the error."""
+def _opened(path: str | os.PathLike) -> Stored:
+  """Returns a checkpoint, or the newest one of a run."""
   from nm_sparsity_jax.runs import checkpoint
 
-  try:
-    return _read(checkpoint.find(os.fspath(path))), None
-  except Exception as e:  # also what a bucket raises; what restores the checkpoint says it again
-    return None, e
+  return _read(checkpoint.find(os.fspath(path)))
 
 
 # A checkpoint does not change, and gin asks again for each use of PRETRAINED_STEPS.

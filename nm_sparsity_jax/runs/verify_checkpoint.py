@@ -26,9 +26,8 @@ from typing import Any
 
 import numpy as np
 
-from nm_sparsity_jax.core.text import table
-from nm_sparsity_jax.core.trees import flatten, group, nested
-from nm_sparsity_jax.runs import checkpoint, checkpoint_rules, other_formats
+from nm_sparsity_jax.core.trees import flatten, nested
+from nm_sparsity_jax.runs import checkpoint, checkpoint_rules
 from nm_sparsity_jax.runs.checkpoint import Stored
 from nm_sparsity_jax.training import apply, rules_text
 from nm_sparsity_jax.training.rules import Rules
@@ -36,17 +35,19 @@ from nm_sparsity_jax.training.rules import Rules
 
 @dataclasses.dataclass(frozen=True)
 class Proof:
-  """What `verify` found in a checkpoint.
+  """What was found in a checkpoint.
 
   Attributes:
-    stored: the checkpoint.
+    stored: the checkpoint; of `finalize` and `export` the one that was written, read back.
     rules: the rules by which it was looked at.
     report: the findings, place by place.
+    removed: of `finalize`: sparse parameter -> the share that it lost of its sum of |w|.
   """
 
   stored: Stored
   rules: Rules
   report: apply.Report
+  removed: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
   @property
   def ok(self) -> bool:
@@ -54,7 +55,9 @@ class Proof:
     return self.report.ok
 
   def __str__(self) -> str:
-    return str(self.report)
+    shares = sorted(self.removed.values())
+    removed = f"removed {shares[0]:.2%} to {shares[-1]:.2%} of the sum of |w|\n" if shares else ""
+    return f"{removed}{self.report}"
 
   def as_dict(self) -> dict[str, Any]:
     """Returns the findings as values that JSON knows."""
@@ -68,46 +71,8 @@ class Proof:
       "rules": stored.rules if stored.rules is not None else rules_text.describe(self.rules),
       "places": [dataclasses.asdict(place) for place in self.report.places],
       "skipped": dict(self.report.skipped),
+      "removed": dict(self.removed),
     }
-
-
-@dataclasses.dataclass(frozen=True)
-class Finalized:
-  """What `finalize` wrote.
-
-  Attributes:
-    source: the checkpoint that was read.
-    proof: the proof of the checkpoint that was written, read back from the disk.
-    removed: sparse parameter -> the share that it lost of its sum of |w|.
-  """
-
-  source: Stored
-  proof: Proof
-  removed: Mapping[str, float]
-
-  @property
-  def ok(self) -> bool:
-    """Returns whether the written checkpoint is n:m."""
-    return self.proof.ok
-
-  @property
-  def path(self) -> str:
-    """Returns the folder of the written checkpoint."""
-    return self.proof.stored.path
-
-  def __str__(self) -> str:
-    """Returns what was removed, with the least and the most of like parameters, and the proof."""
-    rows = []
-    for name, paths in group(list(self.removed), words=True):
-      shares = [f"{share:.2%}" for share in sorted(self.removed[path] for path in paths)]
-      rows.append((name, " .. ".join(dict.fromkeys((shares[0], shares[-1])))))
-    lines = table(("removed of", "sum of |w|"), rows)
-    return "\n".join([*lines, f"\n{self.path}, as it was written:\n", str(self.proof)])
-
-  def as_dict(self) -> dict[str, Any]:
-    """Returns the findings as values that JSON knows."""
-    facts = {"from": self.source.path, "average": self.source.average}
-    return {**facts, "removed": dict(self.removed), **self.proof.as_dict()}
 
 
 def verify(
@@ -132,10 +97,7 @@ def verify(
     ValueError: there are no rules, other rules than the checkpoint's, or it cannot be read.
   """
   stored = checkpoint.opened(path)
-  return _prove(stored, checkpoint_rules.rules_for(stored, rules, axes))
-
-
-def _prove(stored: Stored, rules: Rules) -> Proof:
+  rules = checkpoint_rules.rules_for(stored, rules, axes)
   # One array is in memory at a time: they are read where they are counted.
   return Proof(stored, rules, apply.verify(checkpoint_rules.parameters(stored), rules))
 
@@ -146,7 +108,7 @@ def finalize(
   rules: checkpoint_rules.Given = None,
   axes: Mapping[str, Any] | None = None,
   early: bool = False,
-) -> Finalized:
+) -> Proof:
   """Writes a checkpoint with the exact zeros of `nms.finalize`, reads it back and proves it.
 
       made = nms.runs.finalize("runs/sparse", "runs/final")
@@ -157,8 +119,7 @@ def finalize(
 
   Args:
     path: as in `verify`.
-    out: a folder, which gets checkpoint_<step>; that must be new. Of a folder of Hugging Face's T5
-      it is the new folder itself.
+    out: a folder, which gets checkpoint_<step>; that must be new.
     rules: as in `verify`.
     axes: as in `verify`.
     early: finalize though the schedule is not over and removed weights may still matter.
@@ -169,14 +130,14 @@ def finalize(
   stored = checkpoint.opened(path)
   rules = checkpoint_rules.rules_for(stored, rules, axes)
   assignment = rules.assign(checkpoint_rules.parameters(stored))
+  # Before D is 0 the weights that go are still in use.
   if not early and stored.sparse_step is not None:
     if ahead := assignment.unfinished(stored.sparse_step):
       raise ValueError(
         f"{stored.path} is at sparse step {ahead}. Take a later checkpoint, or add early=True "
         "(--early)"
       )
-  is_folder = stored.format == other_formats.HUGGING_FACE
-  made = os.fspath(out) if is_folder else os.path.join(out, f"checkpoint_{stored.step or 0}")
+  made = os.path.join(out, f"checkpoint_{stored.step or 0}")
   checkpoint.check_new(made)
   arrays = _without_optimizer(stored)
   params = {k.removeprefix("target/"): x for k, x in arrays.items() if k.startswith("target/")}
@@ -186,15 +147,14 @@ def finalize(
   for path, w in flatten(zeros):
     kept = arrays[f"target/{path}"] = np.asarray(w)
     if path in assignment.places:
+      # In float64, since a float32 sum of many weights loses digits.
       before = np.abs(params.pop(path).astype(np.float64))
       with np.errstate(all="ignore"):  # inf and NaN: the proof names them
         removed[path] = float(before[kept == 0].sum() / (before.sum() or 1))
-  if is_folder:
-    other_formats.write_like(stored.path, made, arrays)
-  else:
-    noted = rules_text.describe(rules) if stored.sparse_step is None else None
-    checkpoint.write(made, arrays, checkpoint.network_settings(stored.path), noted)
-  return Finalized(stored, _prove(checkpoint.read(made), rules), removed)
+  # The rules of a run lie in flax_mutables already.
+  noted = rules_text.describe(rules) if stored.sparse_step is None else None
+  checkpoint.write(made, arrays, checkpoint.network_settings(stored.path), noted)
+  return dataclasses.replace(verify(made, rules), removed=removed)
 
 
 def _without_optimizer(stored: Stored) -> dict[str, np.ndarray]:
@@ -204,5 +164,5 @@ def _without_optimizer(stored: Stored) -> dict[str, np.ndarray]:
     arrays["flax_mutables/nm_sparsity/start"] = np.asarray(np.int32(stored.start or 0))
   for key in stored.leaves:
     if key.startswith(("target/", "flax_mutables/")) or key == "state/step":
-      arrays[key] = stored.array(stored.deployed(key))
+      arrays[key] = stored.array(key)
   return arrays

@@ -16,6 +16,7 @@ checkpoint_N is complete however the process ended. `t5x.eval` opens these, and 
 from __future__ import annotations
 
 import contextlib
+import copy
 import os
 import pathlib
 import shutil
@@ -30,6 +31,7 @@ from flax import serialization, traverse_util
 
 from nm_sparsity_jax.core.text import first_line
 from nm_sparsity_jax.core.trees import flatten, nested
+from nm_sparsity_jax.deploy import unstack_layers
 from nm_sparsity_jax.runs import checkpoint, checkpoint_rules, folders
 from nm_sparsity_jax.trainer.step import Model, TrainState
 from nm_sparsity_jax.training import rules_text
@@ -58,7 +60,7 @@ def to_tree(state: TrainState, rules: Rules) -> dict[str, Any]:
       "step": state.sparse_step, "rules": rules_text.pack(rules_text.describe(rules)), **kept
     },
   }  # fmt: skip
-  if state.average:  # where `Stored.deployed` looks for it; no optimizer has names there
+  if state.average:  # where `runs.orbax.read` looks for it
     average = dict(state.average)
     tree["average"] = {"target": average.pop("params"), **({MUTABLES: average} if average else {})}
   return {"target": state.params, "state": tree, MUTABLES: dict(state.collections)}
@@ -175,15 +177,21 @@ class Checkpoints:
     path, wanted = self.folder / f"{folders.PREFIX}_{step}", to_tree(like, model.rules)
     if not wanted[MUTABLES]:
       wanted.pop(MUTABLES)
-    where = jax.tree.map(lambda x: getattr(x, "sharding", model.replicated), wanted)
+
+    def args(x):  # each shard goes onto its device
+      sharding = getattr(x, "sharding", model.replicated)
+      return self._ocp.ArrayRestoreArgs(sharding=sharding, global_shape=x.shape, dtype=x.dtype)
+
+    restore = self._ocp.args.PyTreeRestore(
+      item=wanted, restore_args=jax.tree.map(args, wanted), partial_restore=True
+    )
     try:
-      tree = checkpoint.restore(path / "state", wanted, where)
+      with self._ocp.PyTreeCheckpointer() as reader:
+        tree = reader.restore(path / "state", args=restore)
     except Exception as e:
-      others = [s for s in self.steps() if s < step]
-      then = f"continues from {folders.PREFIX}_{others[-1]}" if others else "starts over"
       raise ValueError(
         f"{path} cannot be read: it is damaged, or of another program ({first_line(e)}). Move it "
-        f"away, and the same command {then}."
+        "away, and the same command continues from the newest that is left."
       ) from e
     rules = rules_text.unpack(tree["state"][COLLECTION]["rules"])
     refuse_other_rules(rules, model.rules, str(path))
@@ -198,7 +206,7 @@ def opened(path: str, model: Model) -> checkpoint.Stored:
     model: what takes it.
   """
   variables = {"params": model.shapes, **model.collections}
-  return checkpoint.read(checkpoint.find(path), variables, model.workload.network_config)
+  return checkpoint.read(path, variables, model.workload.network_config)
 
 
 def load_initial(path: str, model: Model, key: jax.Array) -> tuple[Any, Any, int]:
@@ -215,11 +223,6 @@ def load_initial(path: str, model: Model, key: jax.Array) -> tuple[Any, Any, int
     Parameters, the workload's collections, and the global step. All are float32.
   """
   stored = opened(path, model)
-  if stored.packed is not None:
-    raise ValueError(
-      f"INITIAL_CHECKPOINT_PATH: {path!r} is a packed file, which does not learn: start from the "
-      "checkpoint that was packed."
-    )
   wanted = {f"{MUTABLES}/{path}" for path, _ in flatten(model.collections)}
   is_held = bool(wanted) and wanted <= set(stored.leaves)
   params, collections = _load(stored, model, model.collections if is_held else {})
@@ -254,12 +257,26 @@ def load_for_evaluation(stored: checkpoint.Stored, model: Model) -> dict[str, An
 def _load(stored: checkpoint.Stored, model: Model, collections: Any) -> tuple[Any, Any]:
   """Loads parameters and these collections, from the average where the run kept one."""
   like = {"target": model.shapes} | ({MUTABLES: collections} if collections else {})
-  # `deployed` names the average of a key; it is the key itself where there is none.
-  moved = lambda tree: nested({stored.deployed(key): x for key, x in flatten(tree)})
-  found = dict(flatten(checkpoint.load(stored, moved(like), moved(model.shardings(like)))))
-  leaves = [found[stored.deployed(key)] for key, _ in flatten(like)]
-  tree = jax.tree.unflatten(jax.tree.structure(like), leaves)
+  tree = checkpoint.load(stored, like, model.shardings(like))
   return tree["target"], tree.get(MUTABLES, {})
+
+
+def packed_model(stored: checkpoint.Stored, model: Model) -> Model:
+  """Returns the model that runs on a packed file: without rules and a scan, on the same devices.
+
+  Args:
+    stored: the file.
+    model: of the same network, scanned or not.
+  """
+  workload: Any = copy.copy(model.workload)
+  plain = unstack_layers.without_scan(workload.network_config)
+  if plain != workload.network_config:  # a kernel of a scan is one stack, which no file packs
+    workload.network = workload.network.clone(config=plain)
+    workload.network_config = plain
+  # Without rules: the file holds the effective weights, and a mask of zeros would change nothing.
+  made = Model(workload, devices=model.mesh.devices.flatten().tolist())
+  checkpoint.check_shapes(stored, {"target": made.shapes, MUTABLES: made.collections})
+  return made
 
 
 def refuse_other_rules(stored: str, rules: Rules, path: str) -> None:

@@ -10,9 +10,7 @@ So the position alone brings a stream back: batch i of a resumed run is batch i 
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import importlib
-import logging
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -21,26 +19,23 @@ from nm_sparsity_jax.trainer.workloads.base import Batch
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Source:
-  """Says where the training batches of a T5 come from.
+  """Says what a T5 is trained on, and evaluated.
 
   Attributes:
     name: of the task or mixture.
-    lengths: feature -> tokens, such as {'inputs': 512, 'targets': 128}; longer ones are cut.
+    lengths: feature -> tokens, such as {'inputs': 512, 'targets': 128}; longer ones are cut. None =
+      as long as the examples, for metrics of decoded text alone.
     batch_size: examples a step, or packed rows.
     module: imported first, to register the name; None = it is registered.
-    split: of the task.
     pack: put several examples into a row.
-    shuffle: files and examples, by the seed.
     use_cached: read SeqIO's offline cache.
   """
 
   name: str
-  lengths: Mapping[str, int]
-  batch_size: int
+  lengths: Mapping[str, int] | None = None
+  batch_size: int = 1
   module: str | None = None
-  split: str = "train"
   pack: bool = False
-  shuffle: bool = True
   use_cached: bool = False
 
   def batches(self, seed: int, start: int) -> Iterator[Batch]:
@@ -52,14 +47,14 @@ class Source:
     """
     import tensorflow as tf
 
-    seqio = import_seqio(self.module)
+    seqio, lengths = import_seqio(self.module), dict(self.lengths or {})
     dataset = seqio.get_dataset(
-      mixture_or_task_name=mixture_or_task(self.name, self.module),
-      task_feature_lengths=dict(self.lengths),
+      mixture_or_task_name=self.name,
+      task_feature_lengths=lengths,
       feature_converter=seqio.EncDecFeatureConverter(pack=self.pack),
-      dataset_split=self.split,
+      dataset_split="train",
       use_cached=self.use_cached,
-      shuffle=self.shuffle,
+      shuffle=True,
       num_epochs=None,
       seed=seed,
       batch_size=self.batch_size,
@@ -77,31 +72,9 @@ def import_seqio(module: str | None = None) -> Any:
   import tensorflow as tf
 
   tf.config.set_visible_devices([], "GPU")  # it would take the memory that jax needs
-  # SeqIO warns of every evaluation-only task that it lacks a training split.
-  logging.getLogger("absl").addFilter(_is_news)  # one object, so it is added once
   if module is not None:
     importlib.import_module(module)
   return seqio
-
-
-def _is_news(record: logging.LogRecord) -> bool:
-  return "split, skipping" not in str(record.msg)
-
-
-def mixture_or_task(name: str, module: str | None = None) -> Any:
-  """Returns a registered task or mixture; `module` is what was imported to register it."""
-  import seqio
-
-  try:
-    return seqio.get_mixture_or_task(name)
-  except ValueError as e:
-    names = [*seqio.TaskRegistry.names(), *seqio.MixtureRegistry.names()]
-    close = difflib.get_close_matches(name, names, 3)
-    hint = f"did you mean {' or '.join(close)}?" if close else "which module registers it?"
-    raise ValueError(
-      f"MIXTURE_OR_TASK_NAME={name!r} is not registered; {hint} MIXTURE_OR_TASK_MODULE names the "
-      f"module that is imported first, {module!r}."
-    ) from e
 
 
 def mixture(rates: Mapping[str, float], module: str | None = None, name: str = "mixture") -> str:
@@ -113,8 +86,6 @@ def mixture(rates: Mapping[str, float], module: str | None = None, name: str = "
     name: of the mixture.
   """
   seqio = import_seqio(module)
-  for task in rates:
-    mixture_or_task(task, module)
   seqio.MixtureRegistry.remove(name)  # gin calls this for each argument that names the mixture
   seqio.MixtureRegistry.add(name, [(task, float(rate)) for task, rate in rates.items()])
   return name
@@ -137,7 +108,9 @@ def vocabulary(file: str) -> Any:
 
 def check_vocabulary(name: str, rows: int) -> None:
   """Refuses a task with ids that the embedding has no row for; jax would clip them unseen."""
-  for feature, spec in mixture_or_task(name).output_features.items():
+  import seqio
+
+  for feature, spec in seqio.get_mixture_or_task(name).output_features.items():
     size = spec.vocabulary.vocab_size
     if size > rows:
       raise ValueError(

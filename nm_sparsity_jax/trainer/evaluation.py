@@ -1,13 +1,11 @@
 """Evaluations: sums over a workload's splits, predictions, and which checkpoint is best.
 
-Splits or Evaluation -> evaluator -> Found -> curves, lines -> [entry] -> evaluations.json
-                                                                       -> the best step
+Splits -> Found -> curves, lines -> [entry] -> evaluations.json -> the best step
 """
 
 from __future__ import annotations
 
 import dataclasses
-import functools
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
@@ -16,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from nm_sparsity_jax.deploy import inference_tree
 from nm_sparsity_jax.trainer.workloads.base import Batch, Workload, less_by_name
 
 # What identifies an example, and what is predicted of it: values that JSON has.
@@ -34,16 +33,41 @@ class Found(NamedTuple):
   metrics: dict[str, dict[str, float]]
 
 
-class Evaluator:
-  """Evaluates one model again and again, by sums over each split.
+@dataclasses.dataclass(eq=False)
+class Splits:
+  """Evaluates a model on splits of its workload, again and again.
 
-  Args:
+  A gin file binds the class, and a run makes it for its model: `evaluation = @evaluation.Splits`.
+
+  Attributes:
     model: the runner's, see `nm_sparsity_jax.trainer.step.Model`.
-    splits: name -> what returns its batches.
+    folder: of the run, for what an evaluation writes by itself; None = nothing is written.
+    batches: how many of each split; None = all [EVAL_STEPS].
+    split: the only one that is looked at; None = each [EVAL_SPLIT].
   """
 
-  def __init__(self, model: Any, splits: Mapping[str, Callable[[], Iterable[Batch]]]):
-    self.model, self.splits = model, splits
+  model: Any
+  folder: str | None = None
+  _: dataclasses.KW_ONLY
+  batches: int | None = None
+  split: str | None = None
+
+  def __post_init__(self):
+    self.splits()  # a wrong name is refused before a checkpoint is read
+
+  def splits(self) -> Mapping[str, Iterable[Batch]]:
+    """Returns name -> the batches of what is evaluated."""
+    found = self.model.workload.splits()
+    if self.split is None:
+      return found
+    if self.split not in found:
+      raise ValueError(f"EVAL_SPLIT={self.split!r}: choose one of {', '.join(found)}, or None.")
+    return {self.split: found[self.split]}
+
+  def rows(self) -> Callable[[str], int]:
+    """Returns path -> rows that the kernel sees at once, which decide if it stays packed."""
+    workload = self.model.workload
+    return inference_tree.rows_of(workload.network_config, workload.batch_size)
 
   def evaluate(self, variables: Mapping[str, Any], step: int) -> Found:
     """Returns what is found at a step; of a workload's own splits, all scalars but the loss."""
@@ -56,9 +80,9 @@ class Evaluator:
   def scalars(self, variables: Mapping[str, Any]) -> dict[str, dict[str, float]]:
     """Returns split -> scalars over its examples, from effective 'params' and the state."""
     found = {}
-    for split, batches in self.splits.items():
+    for split, batches in self.splits().items():
       total: dict[str, float] = {}
-      for batch in batches():
+      for batch in itertools.islice(batches, self.batches):
         # Added up in Python's float64, where float32 sums of a large split would lose digits.
         sums = jax.device_get(self.model.eval_step(variables, self.model.put(batch)))
         total = {name: total.get(name, 0.0) + float(x) for name, x in sums.items()}
@@ -67,60 +91,29 @@ class Evaluator:
 
   def predictions(self, variables: Mapping[str, Any]) -> Iterator[tuple[str, Iterator[Row]]]:
     """Yields each split and what `Workload.predict` says of its examples, in their order."""
-    state = {name: x for name, x in variables.items() if name != "params"}
+    workload = self.model.workload
 
-    def predict(params, state, batch):
-      found = self.model.workload.predict(params, state, batch)
+    def predict(variables, batch):
+      state = {name: x for name, x in variables.items() if name != "params"}
+      found = workload.predict(variables["params"], state, batch)
       # numpy knows bfloat16 by another package, and cannot make Python's numbers of it.
       is_float = lambda x: jnp.issubdtype(x.dtype, jnp.floating)
       return {name: x.astype(jnp.float32) if is_float(x) else x for name, x in found.items()}
 
     step = self.model.jit(predict)
-    for split in self.splits:
-      yield split, self._rows(split, functools.partial(step, variables["params"], state))
 
-  def _rows(self, split: str, predict: Callable) -> Iterator[Row]:
-    real, count = self.model.workload.real, itertools.count()
-    for batch in self.splits[split]():
-      found = jax.device_get(predict(self.model.put(batch)))
-      rows = len(next(iter(batch.values())))
-      # Strict: a prediction that has no entry for each row would be another example's.
-      is_real = [True] * rows if real is None else batch[real]
-      for keep, *values in zip(is_real, *found.values(), strict=True):
-        if keep:
-          named = zip(found, values, strict=True)
-          yield {"idx": next(count)}, {name: x.tolist() for name, x in named}
+    def rows(batches: Iterable[Batch]) -> Iterator[Row]:
+      count = itertools.count()
+      for batch in itertools.islice(batches, self.batches):
+        found = jax.device_get(step(variables, self.model.put(batch)))
+        is_real = np.ones(len(next(iter(batch.values()))))
+        if workload.real is not None:
+          is_real = batch[workload.real]
+        for i in np.flatnonzero(is_real):
+          yield {"idx": next(count)}, {name: x[i].tolist() for name, x in found.items()}
 
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Splits:
-  """Says that the workload's own splits are evaluated.
-
-  Attributes:
-    batches: how many of each split; None = all [EVAL_STEPS].
-    split: the only one that is looked at; None = each [EVAL_SPLIT].
-  """
-
-  batches: int | None = None
-  split: str | None = None
-
-  def check(self, model: Any, predicts: bool = False) -> None:
-    """Refuses a split or predictions that the workload lacks, before a checkpoint is read."""
-    workload, names = model.workload, list(model.workload.splits())
-    if self.split is not None and self.split not in names:
-      raise ValueError(f"EVAL_SPLIT={self.split!r}: choose one of {', '.join(names)}, or None.")
-    if predicts and type(workload).predict is Workload.predict:
-      raise ValueError(
-        f"{type(workload).__name__} lacks predict: define predict(params, state, batch), which "
-        "returns name -> an array with an entry a row."
-      )
-
-  def evaluator(self, model: Any, folder: str | None) -> Evaluator:
-    """Returns what evaluates the splits of a model's workload; it writes nothing by itself."""
-    del folder
-    batches = lambda name: itertools.islice(model.workload.splits()[name], self.batches)
-    names = model.workload.splits() if self.split is None else [self.split]
-    return Evaluator(model, {name: functools.partial(batches, name) for name in names})
+    for split, batches in self.splits().items():
+      yield split, rows(batches)
 
 
 # --- the best -------------------------------------------------------------------------------------

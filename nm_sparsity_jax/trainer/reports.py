@@ -8,6 +8,7 @@ import sys
 from typing import Any
 
 from nm_sparsity_jax.training.rules import Rules
+from nm_sparsity_jax.training.sites import Site
 
 
 def say(text: str) -> None:
@@ -15,10 +16,8 @@ def say(text: str) -> None:
   print(text, file=sys.stderr, flush=True)
 
 
-def sparsity(rules: Rules, params: Any, step: int) -> str:
-  """Returns D, patterns and density at a step, as the line of a run shows them.
-
-      sparsity(rules, params, 100)  # 'D 0.25  ff 2:8, qkv 1:4  density 0.625'
+def levels(rules: Rules, params: Any, step: int) -> list[tuple[Site, float, Any]]:
+  """Returns place, D and pattern at a step; None where no level has begun.
 
   Args:
     rules: of the run.
@@ -27,17 +26,30 @@ def sparsity(rules: Rules, params: Any, step: int) -> str:
   """
   # From the schedule, on the host: a look at the weights would hold the devices up.
   decay_of = functools.cache(lambda recipe: float(recipe.decay(step)))
-  patterns, total, decays, kept = {}, 0, 0.0, 0.0
-  for place in rules.assign(params).places.values():
-    levels = [pattern for start, pattern in place.recipe.levels(place.axis_size) if start <= step]
-    if levels:
-      size, decay = math.prod(place.shape), decay_of(place.recipe)
-      patterns[place.key] = str(levels[-1])
-      total, decays = total + size, decays + decay * size
-      kept += size * (1.0 if decay > 0 else levels[-1].density)
-  if not total:
+  found = []
+  for site in rules.assign(params).places.values():
+    begun = [pattern for start, pattern in site.recipe.levels(site.axis_size) if start <= step]
+    found.append((site, decay_of(site.recipe), begun[-1] if begun else None))
+  return found
+
+
+def at_target(rules: Rules, params: Any, step: int) -> bool:
+  """Returns whether every place has its last pattern at a step, and D is 0."""
+  found = levels(rules, params, step)
+  return all(decay == 0 and pattern == site.pattern for site, decay, pattern in found)
+
+
+def sparsity(rules: Rules, params: Any, step: int) -> str:
+  """Returns D, patterns and density at a step, as the line of a run shows them.
+
+  sparsity(rules, params, 100)  # 'D 0.25  1:4, 2:8  density 0.625'
+  """
+  now = levels(rules, params, step)
+  found = [(math.prod(site.shape), decay, pattern) for site, decay, pattern in now if pattern]
+  if not found:
     return "dense"
-  names = set(patterns.values())
-  if len(names) > 1:
-    names = {f"{rule} {pattern}" for rule, pattern in patterns.items()}
-  return f"D {decays / total:.3g}  {', '.join(sorted(names))}  density {kept / total:.3g}"
+  total = sum(size for size, *_ in found)
+  decay = sum(size * decay for size, decay, _ in found) / total
+  kept = sum(size * (1 if decay > 0 else pattern.density) for size, decay, pattern in found)
+  patterns = ", ".join(sorted({str(pattern) for *_, pattern in found}))
+  return f"D {decay:.3g}  {patterns}  density {kept / total:.3g}"

@@ -1,4 +1,4 @@
-"""What a run is: its parts, when things happen, and what it refuses before its first step."""
+"""What a run is, and what it refuses before its first step."""
 
 from __future__ import annotations
 
@@ -13,43 +13,14 @@ import optax
 
 from nm_sparsity_jax.core import errors
 from nm_sparsity_jax.runs import files
-from nm_sparsity_jax.trainer import workloads
+from nm_sparsity_jax.trainer import workloads, writers
 from nm_sparsity_jax.trainer.step import Model
 from nm_sparsity_jax.training import rules_text, transform
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Periods:
-  """Says when things happen, in steps of this run; all but samples happen at the last step too.
-
-  Attributes:
-    evaluate: a checkpoint is saved, and evaluated [EVAL_PERIOD].
-    checkpoint: a checkpoint is saved; None = where there is an evaluation [CHECKPOINT_PERIOD].
-    report: means over these steps are written, and a line where there is no terminal
-      [STATS_PERIOD].
-    metrics: density, flips and variances are sampled; None = never [METRICS_EVERY].
-  """
-
-  evaluate: int = 1000
-  checkpoint: int | None = None
-  report: int = 50
-  metrics: int | None = 100
-
-  def __post_init__(self):
-    _check_steps("EVAL_PERIOD", self.evaluate)
-    _check_steps("STATS_PERIOD", self.report)
-    _check_steps("CHECKPOINT_PERIOD", self.checkpoint or 1)
-    _check_steps("METRICS_EVERY", self.metrics or 1)
-
-
-def _check_steps(macro: str, steps: object) -> None:
-  if not isinstance(steps, int) or steps < 1:
-    raise ValueError(f"{macro}={steps!r}: give a whole number, 1 or more.")
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class Run:
-  """What a run is.
+  """What a run is. Periods count steps of this run; all but samples happen at the last step too.
 
   Attributes:
     model: workload, rules and devices.
@@ -62,15 +33,19 @@ class Run:
     microbatches: parts of a batch, one after the other: less memory, the same gradient.
     random_seed: of parameters and dropout.
     data_seed: of the workload's batches.
-    evaluation: what is evaluated: `evaluation.Splits`, or T5's `text_evaluation.Evaluation`; None =
-      nothing.
-    periods: when things happen.
+    evaluation: the class that evaluates, `evaluation.Splits` or T5's `text_evaluation.Evaluation`,
+      to be made for the model and the folder; None = nothing is evaluated.
+    eval_period: a checkpoint is saved, and evaluated [EVAL_PERIOD].
+    checkpoint_period: a checkpoint is saved; None = where there is an evaluation
+      [CHECKPOINT_PERIOD].
+    stats_period: means over these steps are written, and a line is printed [STATS_PERIOD].
+    metrics_every: density, flips and variances are sampled; None = never [METRICS_EVERY].
     keep_checkpoints: how many of the newest stay, with the best; None = all.
     best_metric: by which a checkpoint is best: a metric of the tasks, its mean over tasks, better
       in the direction that the workload says; None = the validation loss, smaller is better. Only
       checkpoints of the target pattern count.
     learning_rate: step -> its value, to be reported.
-    tracker: gets the curves too, such as `tracking.Mlflow()`; None = nobody.
+    tracker: gets the curves too, as (room, step, name -> value); None = nobody.
   """
 
   model: Model
@@ -82,18 +57,26 @@ class Run:
   microbatches: int = 1
   random_seed: int = 0
   data_seed: int = 0
-  evaluation: Any = None
-  periods: Periods = dataclasses.field(default_factory=Periods)
+  evaluation: Callable[..., Any] | None = None
+  eval_period: int = 1000
+  checkpoint_period: int | None = None
+  stats_period: int = 50
+  metrics_every: int | None = 100
   keep_checkpoints: int | None = 3
   best_metric: str | None = None
   learning_rate: Callable[[int], Any] | None = None
-  tracker: Any = None
+  tracker: writers.Tracker | None = None
 
   def __post_init__(self):
-    _check_steps("SPARSE_STEPS", self.sparse_steps)
+    names = "sparse_steps", "eval_period", "stats_period"
+    # None of these says "never", or "all".
+    optional = "checkpoint_period", "metrics_every", "keep_checkpoints"
+    for name in (*names, *optional):
+      steps = getattr(self, name)
+      if not (isinstance(steps, int) and steps >= 1 or steps is None and name in optional):
+        raise ValueError(f"{name.upper()}={steps!r}: give a whole number, 1 or more.")
     errors.check_seed("RANDOM_SEED", self.random_seed)
     errors.check_seed("DATA_SEED", self.data_seed)
-    _check_steps("KEEP_CHECKPOINTS", self.keep_checkpoints or 1)
 
   def check(self) -> None:
     """Raises ValueError where settings do not fit each other; reads no data."""
@@ -101,12 +84,10 @@ class Run:
     rules_text.pack(rules_text.describe(self.model.rules))  # every checkpoint keeps this text
     # By shapes: the state of an optimizer may be twice the model.
     opt_state = jax.eval_shape(self.optimizer.init, self.model.shapes)
-    kinds = transform.SparseState, transform.SrSteState, optax.MultiStepsState
-    if found := transform.states(opt_state, *kinds):
+    if found := transform.states(opt_state, transform.SparseState, transform.SrSteState):
       raise ValueError(
         f"the optimizer holds a {type(found[0]).__name__}, but the runner wraps it by nms.sparse "
-        "itself, which adds SR-STE's term: give a bare optimizer of optax, and MICROBATCHES in "
-        "place of optax.MultiSteps."
+        "itself, which adds SR-STE's term: give a bare optimizer of optax."
       )
 
 

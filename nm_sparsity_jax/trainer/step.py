@@ -27,11 +27,10 @@ from nm_sparsity_jax.training.layers import COLLECTION
 from nm_sparsity_jax.training.rules import Rules
 from nm_sparsity_jax.training.transform import dense_params, sparse
 
-# Logical axis -> mesh axis: T5X's standard rules, one axis of data and one of model parallelism.
+# Logical axis -> mesh axis, as in T5X's standard rules; all others are whole on each device.
 AXIS_RULES = (
-  ("batch", "data"), ("vocab", "model"), ("embed", None), ("mlp", "model"), ("heads", "model"),
-  ("kv", None), ("joined_kv", "model"), ("relpos_buckets", None), ("length", None),
-  ("layers", None), ("stack", None), ("mlp_activations", None),
+  ("batch", "data"), ("vocab", "model"), ("mlp", "model"), ("heads", "model"),
+  ("joined_kv", "model"),
 )  # fmt: skip
 NORMS = ("grad_norm", "update_norm")  # the sums that the step adds to a workload's
 
@@ -283,9 +282,9 @@ class Model:
       return metrics.before(dense, *at, *pull_back(grads))
 
     def after(state: TrainState, seen: metrics.Before):
-      return metrics.summary(
-        state.dense, self.rules, state.sparse_step, state.masks, None, state.opt_state, seen
-      )
+      dense, moments = state.dense, metrics.second_moments(state.opt_state, state.dense)
+      at = self.rules, state.sparse_step, state.masks
+      return metrics.summary(dense, *at, moments=moments, seen=seen)
 
     return self.jit(before), self.jit(after, out_shardings=self.replicated)
 

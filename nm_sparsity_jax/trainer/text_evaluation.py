@@ -13,123 +13,93 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-import jax
 import numpy as np
 
+from nm_sparsity_jax.deploy import inference_tree
 from nm_sparsity_jax.trainer import data, evaluation
 from nm_sparsity_jax.trainer.workloads import decoding
-from nm_sparsity_jax.trainer.workloads.base import Batch
+from nm_sparsity_jax.trainer.workloads.base import Batch, filled
 
 DECODERS = ("beam", "greedy")
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Evaluation:
-  """What is evaluated of a T5, and how.
+@dataclasses.dataclass(eq=False, kw_only=True)
+class Evaluation(evaluation.Splits):
+  """Evaluates a T5 on the task of its data, or on each task of its mixture.
 
   Attributes:
-    name: of the task or mixture; each of its tasks is evaluated.
-    batch_size: rows at once.
-    module: imported first, to register the name.
+    model: the runner's, of a `t5.T5`.
+    folder: gets inference_eval/; None = nothing is written.
+    batches: of teacher forcing for each task; None = all, 0 = no teacher forcing.
     split: of the tasks; a task without it is left out.
-    lengths: feature -> tokens, of teacher forcing and of predictions; decoding for metrics takes
-      what the examples need.
+    batch_size: rows at once.
+    name: of another task or mixture than that of the data; None = that one.
     num_decodes: beams; 1 is T5X's search with one beam.
     decoder: 'beam', or 'greedy', which is quicker.
-    loss_batches: batches of teacher forcing for each task; None = all, 0 = no teacher forcing.
     num_examples: examples to decode of each task; None = all, 0 = no decoding.
-    write_results: predictions to write for each task and step; None = all.
-    use_cached: read SeqIO's offline cache.
   """
 
-  name: str
   batch_size: int
-  lengths: Mapping[str, int] | None = None
-  module: str | None = None
-  split: str = "validation"
+  name: str | None = None
+  split: str = "validation"  # type: ignore[assignment]
   num_decodes: int = 1
   decoder: str = "beam"
-  loss_batches: int | None = None
   num_examples: int | None = None
-  write_results: int | None = None
-  use_cached: bool = False
 
   def __post_init__(self):
     if self.decoder not in DECODERS:
       raise ValueError(f"DECODER={self.decoder!r}: choose one of {', '.join(DECODERS)}.")
-
-  def check(self, model: Any, predicts: bool = False) -> None:
-    """Refuses a task, its split, its vocabulary or the batch, before a checkpoint is read."""
-    if predicts and not self.lengths:
-      raise ValueError(
-        f"TASK_FEATURE_LENGTHS={self.lengths!r}: predictions need a length, and a test set has "
-        "no targets to derive it from. Give {'inputs': ..., 'targets': ...}."
-      )
-    model.check_batch(self.batch_size)
-    data.import_seqio(self.module)
-    data.mixture_or_task(self.name, self.module)
-    data.check_vocabulary(self.name, model.workload.network.config.vocab_size)
-    if not self.tasks():
+    self.model.check_batch(self.batch_size)
+    self._source = self.model.workload.data
+    self.name = name = self.name or self._source.name
+    seqio = data.import_seqio(self._source.module)
+    data.check_vocabulary(name, self.model.workload.network_config.vocab_size)
+    known = seqio.get_subtasks(seqio.get_mixture_or_task(name))
+    self._tasks = [task for task in known if self.split in task.splits]
+    if not self._tasks:
       raise ValueError(f"EVAL_SPLIT={self.split!r}: no task of {self.name} has that split.")
-
-  def tasks(self) -> list[Any]:
-    """Returns the tasks that have the split."""
-    import seqio
-
-    known = seqio.get_mixture_or_task(self.name)
-    return [task for task in seqio.get_subtasks(known) if self.split in task.splits]
-
-  def evaluator(self, model: Any, folder: str | None) -> Evaluator:
-    """Returns what evaluates a T5 as this says; see `Evaluator`."""
-    return Evaluator(self, model, folder)
-
-
-class Evaluator(evaluation.Evaluator):
-  """Evaluates one T5 again and again.
-
-  Args:
-    cfg: what, and how.
-    model: the runner's, of a `t5.T5`.
-    folder: gets inference_eval/; None = nothing is written.
-  """
-
-  def __init__(self, cfg: Evaluation, model: Any, folder: str | None):
-    self._cfg, self._folder, self._tasks = cfg, folder, cfg.tasks()
-    has_losses = cfg.loss_batches != 0 and cfg.lengths is not None
-    splits = {t.name: functools.partial(self._loss_batches, t) for t in self._tasks}
-    super().__init__(model, splits if has_losses else {})
     # The search loops to a static length, so there is a program for each.
-    self._search = model.jit(self._searched, static_argnums=2)
+    self._search = self.model.jit(self._searched, static_argnums=2)
     self._dataset = functools.cache(self._read)  # its graph is half a second's work
     self._eos = self._tasks[0].output_features["targets"].vocabulary.eos_id or 1
+
+  def splits(self) -> Mapping[str, Iterator[Batch]]:
+    """Returns task -> batches for teacher forcing."""
+    if self.batches == 0 or self._source.lengths is None:
+      return {}
+    return {task.name: self._loss_batches(task) for task in self._tasks}
+
+  def rows(self) -> Callable[[str], int]:
+    """Returns path -> rows that the kernel sees at once."""
+    config, lengths = self.model.workload.network_config, self._source.lengths or {}
+    inputs = lengths.get("inputs", 1)
+    return inference_tree.rows_of(config, self.batch_size, inputs, self.num_decodes)
 
   @functools.cached_property
   def _seqio(self) -> Any:
     """Returns seqio's evaluator; it reads the whole split when it is made."""
     import seqio
 
-    cfg, folder = self._cfg, self._folder
-    predictions: Any = functools.partial(seqio.JSONLogger, write_n_results=cfg.write_results)
+    folder = self.folder
     return seqio.Evaluator(
-      mixture_or_task_name=cfg.name,
+      mixture_or_task_name=self.name,
       feature_converter=seqio.EncDecFeatureConverter(pack=False),
-      eval_split=cfg.split,
-      use_cached=cfg.use_cached,
-      num_examples=cfg.num_examples,
+      eval_split=self.split,
+      use_cached=self._source.use_cached,
+      num_examples=self.num_examples,
       async_compute_metrics=False,  # a checkpoint is compared by them before the next step
-      logger_cls=() if folder is None else (seqio.TensorBoardLogger, predictions),
+      logger_cls=() if folder is None else (seqio.TensorBoardLogger, seqio.JSONLogger),
       log_dir=None if folder is None else os.path.join(folder, "inference_eval"),
     )
 
   def evaluate(self, variables: Mapping[str, Any], step: int) -> evaluation.Found:
     """Returns scalars under teacher forcing, and the tasks' metrics, written under the step too."""
     scalars = self.scalars(variables)
-    if self._cfg.num_examples == 0 or not any(t.metric_objs for t in self._tasks):
+    if self.num_examples == 0 or not any(t.metric_objs for t in self._tasks):
       return evaluation.Found(scalars, {})
 
     def decode(dataset):
@@ -157,18 +127,17 @@ class Evaluator(evaluation.Evaluator):
     """Returns the examples of a task, and the features that the network takes."""
     import seqio
 
-    cfg, lengths = self._cfg, dict(self._cfg.lengths or {})
+    lengths, cached = dict(self._source.lengths or {}), self._source.use_cached
     # The seed is that of what chance the preprocessors use, so that evaluations agree.
     examples = task.get_dataset(
-      lengths, cfg.split, shuffle=False, seed=0, use_cached=cfg.use_cached, num_epochs=1
+      lengths, self.split, shuffle=False, seed=0, use_cached=cached, num_epochs=1
     )
     convert = seqio.EncDecFeatureConverter(pack=False)
     return examples, convert(examples, task_feature_lengths=lengths)
 
   def _loss_batches(self, task) -> Iterator[Batch]:
-    batches = self._dataset(task)[1].batch(self._cfg.batch_size).as_numpy_iterator()
-    for batch in itertools.islice(batches, self._cfg.loss_batches):
-      yield _filled(batch, self._cfg.batch_size)
+    for batch in self._dataset(task)[1].batch(self.batch_size).as_numpy_iterator():
+      yield filled(batch, self.batch_size)
 
   def _predicted(self, params: Any, task) -> Iterator[evaluation.Row]:
     examples, features = self._dataset(task)
@@ -182,21 +151,15 @@ class Evaluator(evaluation.Evaluator):
 
   def _decoded(self, params, dataset) -> Iterator[tuple[int, list[int], float]]:
     """Yields (index, ids, score) of every example."""
-    for indices, examples in dataset.batch(self._cfg.batch_size).as_numpy_iterator():
-      batch = _filled(examples, self._cfg.batch_size)
+    for indices, examples in dataset.batch(self.batch_size).as_numpy_iterator():
+      batch = filled(examples, self.batch_size)
       length = batch["decoder_input_tokens"].shape[1]
       found = self._search(params, self.model.put(batch)["encoder_input_tokens"], length)
       # The batch is filled up to its size, so it has more rows than there are indices.
       yield from zip(indices.tolist(), *(np.asarray(x).tolist() for x in found), strict=False)
 
   def _searched(self, params, inputs, length):
-    network, beams = self.model.workload.network, self._cfg.num_decodes
-    if self._cfg.decoder == "greedy":
+    network = self.model.workload.network
+    if self.decoder == "greedy":
       return decoding.greedy(network, params, inputs, length, self._eos)
-    return decoding.beam_search(network, params, inputs, length, beams, self._eos)
-
-
-def _filled(batch: Batch, size: int) -> Batch:
-  """Returns a batch of `size` rows; missing ones are all zero."""
-  fill = lambda x: np.pad(x, [(0, size - len(x))] + [(0, 0)] * (x.ndim - 1))
-  return jax.tree.map(fill, batch)
+    return decoding.beam_search(network, params, inputs, length, self.num_decodes, self._eos)

@@ -7,55 +7,16 @@ A room is 'train', 'training_eval/<task>' or 'inference_eval/<task>'.
 
 from __future__ import annotations
 
-import abc
-import contextlib
 import json
 import pathlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from nm_sparsity_jax.core.errors import quiet
 from nm_sparsity_jax.runs import files
 
-
-class Writer(abc.ABC):
-  """Takes the scalars of a run. Subclass it for a service of your own, and define `write`.
-
-      class Printer(Writer):
-        def write(self, room, step, scalars):
-          print(self.folder.name, room, step, dict(scalars))
-
-  A gin file binds it: `train.Run.tracker = @my_module.Printer()`.
-
-  Attributes:
-    folder: of the run.
-  """
-
-  folder: pathlib.Path
-
-  def open(self, folder: pathlib.Path) -> None:
-    """Begins with the run of a folder, or goes on with it, before the first call of `write`."""
-    self.folder = folder
-
-  @abc.abstractmethod
-  def write(self, room: str, step: int, scalars: Mapping[str, float]) -> None:
-    """Takes the scalars of a step.
-
-    Args:
-      room: such as 'train'.
-      step: the global one.
-      scalars: name -> value.
-    """
-
-  def flush(self) -> None:  # noqa: B027 (not every service has a buffer)
-    """Writes out what is buffered: a checkpoint of this step follows."""
-
-  def close(self, how: str) -> None:  # noqa: B027 (not every service has an end)
-    """Ends.
-
-    Args:
-      how: the process of the run ends: 'finished'; 'stopped', to be resumed; 'failed'.
-    """
+# (room, global step, name -> value); a gin file binds it: `train.Run.tracker = @my_module.Mine()`.
+Tracker = Callable[[str, int, Mapping[str, float]], Any]
 
 
 class Curves:
@@ -66,11 +27,9 @@ class Curves:
     tracker: gets all of it too; None = nobody.
   """
 
-  def __init__(self, folder: pathlib.Path, tracker: Writer | None = None):
+  def __init__(self, folder: pathlib.Path, tracker: Tracker | None = None):
     self.folder, self._tracker = folder, tracker
     self._rooms: dict[str, tuple[Any, Any]] = {}
-    if tracker is not None:
-      tracker.open(folder)
 
   def write(self, room: str, step: int, scalars: Mapping[str, float]) -> None:
     """Adds a line, and an event; seqio writes the files of 'inference_eval/' itself."""
@@ -82,21 +41,19 @@ class Curves:
       lines.write(json.dumps({"step": step, **values}) + "\n")
       events.write_scalars(step, values)
     if self._tracker is not None:
-      self._tracker.write(room, step, values)
+      self._tracker(room, step, values)
 
   def flush(self) -> None:
-    """Flushes all files, and the tracker: a checkpoint of this step follows."""
-    files = (x for pair in self._rooms.values() for x in pair)
-    for writer in (*files, *([] if self._tracker is None else [self._tracker])):
-      writer.flush()
+    """Flushes all files: a checkpoint of this step follows."""
+    for lines, events in self._rooms.values():
+      lines.flush()
+      events.flush()
 
-  def close(self, how: str = "finished") -> None:
-    """Closes all files, the others too where one fails."""
-    with contextlib.ExitStack() as stack:
-      if self._tracker is not None:
-        stack.callback(self._tracker.close, how)
-      for writer in (x for pair in self._rooms.values() for x in pair):
-        stack.callback(writer.close)
+  def close(self) -> None:
+    """Closes all files."""
+    for lines, events in self._rooms.values():
+      lines.close()
+      events.close()
 
 
 def _opened(folder: pathlib.Path, step: int) -> tuple[Any, Any]:

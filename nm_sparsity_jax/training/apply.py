@@ -161,17 +161,15 @@ class Report:
 
   def __str__(self) -> str:
     head = "parameter", "pattern", "axis", "groups", "bad", "density", "first bad group at"
-    by_path = {p.path: p for p in self.places}
-    facts = {  # bad kernels stand apart
-      p.path: (p.pattern, p.axis, p.shape, bool(p.bad_groups), bool(p.warning)) for p in self.places
+    facts = {
+      p.path: (p.shape, p.pattern, p.axis, p.groups, p.bad_groups, f"{p.density:.4f}", p.first)
+      for p in self.places
     }
-    rows = []
-    for name, paths, _ in alike(facts):  # like layers are one row
-      like = [by_path[path] for path in paths]
-      groups, bad = sum(p.groups for p in like), sum(p.bad_groups for p in like)
-      first = next((f"{p.path} {p.first}" for p in like if p.first), "")
-      density = f"{sum(p.density for p in like) / len(like):.4f}"
-      rows.append((name, like[0].pattern, like[0].axis, groups, bad, density, first))
+    # Like layers are one row. Its groups are those of all of them.
+    rows = [
+      (name, pattern, axis, groups * len(paths), bad * len(paths), density, first or "")
+      for name, paths, (_, pattern, axis, groups, bad, density, first) in alike(facts)
+    ]
     lines = table(head, rows) if rows else []
     lines += [f"skipped  {name}: {why}" for name, _, why in alike(self.skipped)]
     lines += [f"warning  {p.path}: {p.warning}" for p in self.places if p.warning]

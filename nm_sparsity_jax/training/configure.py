@@ -9,16 +9,14 @@ Plain functions: a configuration library binds their arguments, and nothing here
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from nm_sparsity_jax.core import masks
 from nm_sparsity_jax.core.patterns import NM
 from nm_sparsity_jax.core.schedules import Phases
-from nm_sparsity_jax.recipes import RECIPES, Dense, Recipe
+from nm_sparsity_jax.recipes import Dense, Recipe
 from nm_sparsity_jax.recipes import recipe as make_recipe
-from nm_sparsity_jax.training import roles as roles_of
 from nm_sparsity_jax.training.rules import Rules
 
 
@@ -34,7 +32,6 @@ def rules(
   fields: Mapping[str, Any] | None = None,
   axes: Mapping[str, masks.Axis] | None = None,
   indivisible: str = "error",
-  roles: Mapping[str, str] | None = None,
 ) -> Rules:
   """Makes `Rules` from settings that fit on a command line. Macro names in brackets.
 
@@ -54,24 +51,20 @@ def rules(
     fields: more fields of the recipe, name -> value [RECIPE_FIELDS].
     axes: see `Rules`.
     indivisible: see `Rules` [INDIVISIBLE].
-    roles: see `Rules`.
 
   Raises:
     ValueError: the first thing that is wrong, by its macro.
   """
-  if not isinstance(places, Mapping) or not places:
-    raise ValueError(
-      f"SPARSITY_RULES={places!r}: give a dict from place to pattern, such as {{'ff': '1:8'}}. "
-      f"Places are roles ({', '.join(roles_of.regexes())}) or regexes. For a dense run set RECIPE "
-      "to 'dense'."
-    )
   phases = None
   if sparse_steps is not None:
-    dense, finetune = phase_steps(sparse_steps, dense_steps, finetune_steps)
+    dense = sparse_steps // 10 if dense_steps is None else dense_steps
+    finetune = sparse_steps // 5 if finetune_steps is None else finetune_steps
     with _macro("SPARSE_STEPS, DENSE_STEPS, FINETUNE_STEPS"):
       phases = Phases(total=sparse_steps, dense=dense, finetune=finetune)
   settings = {"phases": phases, "beta": beta, "gradient": gradient, **(fields or {})}
   made: dict[str, Recipe] = {}
+  with _macro("SPARSITY_RULES"):
+    places = dict(places)
   for place, value in places.items():
     if isinstance(value, Recipe):
       made[place] = value
@@ -81,22 +74,15 @@ def rules(
       made[place] = _recipe(recipe, value, settings, f"SPARSITY_RULES, {place!r}")
   # What is wrong with a place itself, such as a regex, is said by the rules.
   with _macro("SPARSITY_RULES"):
-    return Rules(made, axes or {}, indivisible, roles or {})
+    return Rules(made, axes or {}, indivisible)
 
 
 def _recipe(name: str | None, pattern: Any, settings: Mapping[str, Any], macro: str) -> Recipe:
   """Returns the recipe of one place; `macro` is where its pattern comes from."""
-  values: dict[str, Any] = {"RECIPE": name}
-  if name != Dense.name:
-    values |= {"PATTERN": pattern, "SPARSE_STEPS": settings["phases"]}
-  for lost in (macro for macro, value in values.items() if value is None):
-    raise ValueError(
-      f"{lost} is not set: RECIPE is one of {', '.join(RECIPES)}, PATTERN such as '1:8', and "
-      "SPARSE_STEPS the steps of the sparse run."
-    )
-  with _macro(macro):
-    pattern = None if pattern is None else NM.parse(pattern)
-  with _macro("RECIPE, BETA, GRADIENT, RECIPE_FIELDS"):
+  if name != Dense.name:  # which needs none
+    with _macro(macro):
+      pattern = NM.parse(pattern)
+  with _macro("RECIPE, SPARSE_STEPS, BETA, GRADIENT, RECIPE_FIELDS"):
     return make_recipe(str(name), pattern=pattern, **settings)
 
 
@@ -109,28 +95,24 @@ def _macro(names: str) -> Iterator[None]:
     raise ValueError(f"{names}: {e}") from e
 
 
-def phase_steps(sparse_steps: int, dense_steps: Any, finetune_steps: Any) -> tuple[Any, Any]:
-  """Returns the steps of the dense and of the fine-tune phase: those given, else a share of all.
-
-  >>> phase_steps(1000, None, None), phase_steps(1000, 0, None)
-  ((100, 200), (0, 200))
-
-  Args:
-    sparse_steps: steps of the whole run.
-    dense_steps: None = a tenth.
-    finetune_steps: None = a fifth.
-  """
-  dense = sparse_steps // 10 if dense_steps is None else dense_steps
-  return dense, sparse_steps // 5 if finetune_steps is None else finetune_steps
-
-
 def train_steps(pretrained_steps: int, sparse_steps: int | None) -> int:
   """Returns the global step at which a sparse run ends that starts from a checkpoint."""
   return pretrained_steps + (sparse_steps or 0)
 
 
+# What a recipe says of a setting, of those that `agree` compares.
+_SETTINGS: Mapping[str, Callable[[Any], Any]] = {
+  "recipe": lambda recipe: recipe.name,
+  "pattern": lambda recipe: str(recipe.pattern),
+  "sparse_steps": lambda recipe: recipe.phases.total,
+}
+
+
 def agree(stored: Rules, source: str, **given: Any) -> None:
   """Refuses a setting that says something else than the rules of a checkpoint.
+
+  A setting must be that of some place, since the text of rules does not say which places share it.
+  Other settings, such as BETA, are not compared: those of the checkpoint count.
 
   >>> stored = rules({"ff": None}, "sr_ste", "1:4", sparse_steps=100)
   >>> agree(stored, "checkpoint_100", recipe="sr_ste", sparse_steps=100)
@@ -142,53 +124,30 @@ def agree(stored: Rules, source: str, **given: Any) -> None:
   Args:
     stored: the rules of the checkpoint.
     source: what the checkpoint is called.
-    **given: arguments of `rules`; None where a setting is not given.
+    **given: arguments of `rules`; None, which is how a gin file says that a macro is not set.
 
   Raises:
     ValueError: names the first setting that does not agree.
   """
-  # None is how a gin file says that a macro is not set.
-  given = {name: value for name, value in given.items() if value is not None}
-  for macro, value, has in _compared(stored, given):
-    if value != has:
+
+  def check(macro, value, *has):
+    if value not in has:
       raise ValueError(
-        f"{macro}={value!r}, but {source} was trained with {has!r}: leave {macro} out. "
-        "Where a file sets it, None counts as left out."
+        f"{macro}={value!r}, but {source} was trained with {', '.join(map(repr, has))}: leave "
+        f"{macro} out. Where a file sets it, None counts as left out."
       )
 
-
-def _compared(stored: Rules, given: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
-  """Yields (macro, its value, what the stored rules have) for each setting that is given."""
-  table = given.get("places", dict.fromkeys(stored.places))
-  if not isinstance(table, Mapping) or table.keys() != stored.places.keys():
-    yield "SPARSITY_RULES", table, dict(stored.places)
-  # The text of rules does not say which places shared PATTERN, so it may be that of any.
-  shared = {str(stored.places[place].pattern): 0 for place, said in table.items() if said is None}
-  if "pattern" in given and shared and (said := str(NM.parse(given["pattern"]))) not in shared:
-    yield "PATTERN", said, ", ".join(shared)
-  for place, has in stored.places.items():
-    said, macro = table[place], f"SPARSITY_RULES, {place!r}"
-    if isinstance(said, Recipe):
-      yield macro, said, has
-      continue
-    if said is not None:
-      yield macro, str(NM.parse(said)), str(has.pattern)
-    if "recipe" in given:
-      yield "RECIPE", given["recipe"], has.name
-    if isinstance(has, Dense):  # it has no other settings
-      continue
-    settings = {
-      "sparse_steps": has.phases.total,
-      "dense_steps": has.phases.dense,
-      "finetune_steps": has.phases.finetune,
-      "beta": getattr(has, "beta", None),
-      "gradient": has.gradient_mode,
-    }
-    yield from ((name.upper(), given[name], settings[name]) for name in settings if name in given)
-    for field, value in given.get("fields", {}).items():
-      with contextlib.suppress(TypeError, ValueError):  # else it is no field of this recipe
-        # As the recipe holds it, such as a pattern for its text.
-        value = getattr(dataclasses.replace(has, **{field: value}), field)  # type: ignore
-      yield f"RECIPE_FIELDS[{field!r}]", value, getattr(has, field, None)
-  if "indivisible" in given:
-    yield "INDIVISIBLE", given["indivisible"], stored.indivisible
+  if (places := given.get("places")) is not None:
+    check("SPARSITY_RULES", {*places}, {*stored.places})
+    for place, value in places.items():
+      has, macro = stored.places[place], f"SPARSITY_RULES, {place!r}"
+      if isinstance(value, Recipe):
+        check(macro, value, has)
+      elif value is not None:
+        check(macro, str(NM.parse(value)), str(has.pattern))
+  # A dense recipe has no other settings than its name.
+  sparse = [recipe for recipe in stored.places.values() if recipe.phases]
+  for name, of in _SETTINGS.items():
+    value, recipes = given.get(name), stored.places.values() if name == "recipe" else sparse
+    if value is not None and recipes:
+      check(name.upper(), str(NM.parse(value)) if name == "pattern" else value, *map(of, recipes))

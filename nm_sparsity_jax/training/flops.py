@@ -30,8 +30,6 @@ from nm_sparsity_jax.training import roles
 from nm_sparsity_jax.training.rules import Rules
 from nm_sparsity_jax.training.sites import Site
 
-__all__ = ["Cost", "Op", "forward", "inference", "training"]
-
 # What is sparse: `Rules`; or a place, as rules name it, and what is applied to its kernels.
 Sparse = Rules | Mapping[str, NM | str | Recipe]
 
@@ -132,7 +130,7 @@ def inference(dense: Cost, sparse: Sparse) -> Cost:
 
   Args:
     dense: of one example, by `forward`.
-    sparse: `Rules`; or place -> pattern, or recipe (its last pattern).
+    sparse: `Rules`; or place -> pattern.
 
   Raises:
     ValueError: for a place that names nothing, two that name one operation, or a pattern whose
@@ -144,8 +142,8 @@ def inference(dense: Cost, sparse: Sparse) -> Cost:
   """
   if not isinstance(sparse, Rules):
     # A pattern is the recipe that has it from the first step on.
-    of = lambda p: p if isinstance(p, Recipe) else OneShot(pattern=p, phases=Phases(total=1))
-    sparse = {place: of(value) for place, value in sparse.items()}
+    phases = Phases(total=1)
+    sparse = {place: OneShot(pattern=p, phases=phases) for place, p in sparse.items()}
   sites, kept = _sites(dense.ops, sparse), []
   for op in dense.ops:
     s = _density(sites[op].recipe.timeline(sites[op].axis_size)[-1]) if op in sites else 1.0
@@ -174,7 +172,7 @@ def training(
 
   Args:
     dense: of one example, by `forward`.
-    sparse: as in `inference`, but recipes alone. All have one `phases.total`.
+    sparse: `Rules`; or place -> recipe. All have one `phases.total`.
     batch_size: examples per step.
     steps: length of the run; needed only where there is no recipe to tell it.
     until: count the steps [0, until) alone, what it has cost so far; None = all.
@@ -231,9 +229,8 @@ def _sites(ops: Sequence[Op], sparse: Rules | Mapping[str, Any]) -> dict[Op, Sit
   if not sparse:
     return {}
   rules = sparse if isinstance(sparse, Rules) else Rules(sparse)
-  found = {rules.match(op.name) for op in ops}
-  if idle := [place for place in rules.places if place not in found]:
-    raise ValueError(f"{idle} names nothing in this model; it has {_kernels(ops)}.")
+  for place in rules.places:
+    _named(place, ops)
   # Along its axis alone, an operation is padded or skipped as the parameter would be.
   sites = {op: rules.site(op.name, (op.axis,), 0) for op in ops if op.axis}
   return {op: site for op, site in sites.items() if isinstance(site, Site)}
@@ -241,23 +238,13 @@ def _sites(ops: Sequence[Op], sparse: Rules | Mapping[str, Any]) -> dict[Op, Sit
 
 def _named(place: str, ops: Sequence[Op]) -> list[Op]:
   """Returns the operations that a place names; raises where there are none."""
+  regex = roles.matcher(place)
   # A whole path may hold characters that mean something in a regex.
-  if exact := [op for op in ops if op.name == place]:
-    return exact
-  known = roles.regexes()
-  own = {"scores": rf"(.*/)?{_PRODUCT}"}
-  own["attention"] = "|".join(f"(?:{r})" for r in (known["qkv"], known["o"], own["scores"]))
-  regex = roles.matcher(place, own)
-  found = [op for op in ops if regex.fullmatch(op.name)]
+  found = [op for op in ops if op.name == place or regex.fullmatch(op.name)]
   if not found:
+    kernels = [op.name for op in ops if op.axis]
     raise ValueError(
-      f"{place!r} names nothing in this model; it has {_kernels(ops)}. A place is a role "
-      f"({', '.join(known)}), narrowed as in encoder/ff, or a regex for a whole path."
+      f"{place!r} names nothing in this model; it has {', '.join(kernels[:8])}. A place is a role "
+      f"({', '.join(roles.regexes())}), narrowed as in encoder/ff, or a regex for a whole path."
     )
   return found
-
-
-def _kernels(ops: Sequence[Op]) -> str:
-  """Returns the kernels of a network, for people."""
-  names = [op.name for op in ops if op.axis]
-  return ", ".join(names[:8]) + (", ..." if len(names) > 8 else "")

@@ -6,8 +6,8 @@ A layer is the plain one of T5X or flax, and one field more: `rules`. It looks i
 of its kernel and knows its own contraction axis. Where a recipe owns the kernel, the layer reads
 
     nm_sparsity/<path>/step           int32 scalar, updates applied so far; scans broadcast it
-    nm_sparsity/<path>/state_step,    of a stateful recipe: the step, recipe and renewals of its
-      state_made, state_renewed       mask, by which one that is out of date is found out
+    nm_sparsity/<path>/state          int32[3], of a stateful recipe: the step, recipe and renewals
+                                      of its mask, by which one that is out of date is found out
     nm_sparsity_state/<path>/kernel   bool mask (True = kept) of a stateful recipe; nested and
                                       scanned as params
 
@@ -24,10 +24,9 @@ for bit.
 
 from __future__ import annotations
 
-import inspect
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, TypeVar
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 import flax
 import jax
@@ -35,7 +34,7 @@ import jax.core
 import jax.numpy as jnp
 import numpy as np
 from flax import linen as nn
-from flax.linen import partitioning
+from flax.linen import dtypes, partitioning
 from flax.typing import Dtype, Initializer
 from jax import lax
 
@@ -49,8 +48,6 @@ from nm_sparsity_jax.training.stored import State, check_step
 
 COLLECTION = "nm_sparsity"  # holds steps
 STATE_COLLECTION = "nm_sparsity_state"  # holds the masks of stateful recipes
-
-Variables = TypeVar("Variables", bound=Mapping[str, Any])
 
 
 class DenseGeneral(nn.Module):
@@ -74,6 +71,8 @@ class DenseGeneral(nn.Module):
     kernel_init: initializer of the stored, 2-D kernel.
     kernel_axes: logical names of its two axes.
     param_dtype: of the stored kernel.
+    split: store the kernel with all its axes, (c, ..., f, ...), as T5X does where it scans over
+      layers. Initial values and groups are those of the 2-D kernel. Such a kernel is never packed.
     rules: what is sparse, and how; None = the plain layer.
   """
 
@@ -83,6 +82,7 @@ class DenseGeneral(nn.Module):
   kernel_init: Initializer = nn.initializers.variance_scaling(1.0, "fan_in", "truncated_normal")
   kernel_axes: tuple[str, ...] = ()
   param_dtype: Dtype = jnp.float32
+  split: bool = False
   rules: Rules | None = None
 
   @nn.compact
@@ -90,53 +90,65 @@ class DenseGeneral(nn.Module):
     """Contracts `axis` of `inputs`; the features come last."""
     features = as_tuple(self.features)
     inputs = jnp.asarray(inputs, self.dtype)
-    axes = tuple(a if a >= 0 else inputs.ndim + a for a in as_tuple(self.axis))
-    if (y := packed_product(self, inputs, features, axes)) is not None:
-      return y
+    axes = tuple(a % inputs.ndim for a in as_tuple(self.axis))
+    if (packed := packed_kernel(self)) is not None:
+      x = jnp.moveaxis(inputs, axes, range(-len(axes), 0))
+      lead = x.shape[: -len(axes)]
+      return nm_dot(x.reshape(*lead, -1), packed).reshape(*lead, *features)
     contracted = tuple(inputs.shape[a] for a in axes)
+    flat, own = (math.prod(contracted), math.prod(features)), tuple(range(len(axes)))
     kernel = partitioning.param_with_axes(
       "kernel",
-      self.kernel_init,
-      (math.prod(contracted), math.prod(features)),
+      # Drawn flat: fan-in is that of all contracted axes.
+      lambda key, shape, dtype: self.kernel_init(key, flat, dtype).reshape(shape),
+      (*contracted, *features) if self.split else flat,
       self.param_dtype,
       axes=self.kernel_axes,
     )
-    kernel = jnp.asarray(effective_kernel(self, kernel, axis=0), self.dtype)
+    kernel = jnp.asarray(effective_kernel(self, kernel, axis=own if self.split else 0), self.dtype)
     kernel = kernel.reshape(*contracted, *features)
-    return lax.dot_general(inputs, kernel, ((axes, tuple(range(len(axes)))), ((), ())))
+    return lax.dot_general(inputs, kernel, ((axes, own), ((), ())))
 
 
-class Dense(nn.Dense):
+def _promote_dtype(x, kernel, *rest, dtype):
+  if not isinstance(kernel, NMPacked):
+    return dtypes.promote_dtype(x, kernel, *rest, dtype=dtype)
+  # flax makes an array of what it promotes, and looks at its dtype.
+  x, _, *rest = dtypes.promote_dtype(x, jnp.zeros((), kernel.dtype), *rest, dtype=dtype)
+  return x, kernel, *rest
+
+
+def _dot_general(x, kernel, *args, **kwargs):
+  packed = isinstance(kernel, NMPacked)
+  return nm_dot(x, kernel) if packed else lax.dot_general(x, kernel, *args, **kwargs)
+
+
+class _Masked:
+  """A layer of flax that reads its kernel as W~, by the axis that it contracts."""
+
+  _contracted = 0
+
+  def param(self, name, init_fn, *init_args, **init_kwargs):
+    """Returns flax's parameter, with the kernel made effective, or as it is packed."""
+    if name == "kernel" and (packed := packed_kernel(self)) is not None:  # type: ignore
+      return packed
+    value = super().param(name, init_fn, *init_args, **init_kwargs)  # type: ignore
+    return effective_kernel(self, value, self._contracted) if name == "kernel" else value
+
+
+class Dense(_Masked, nn.Dense):
   """`flax.linen.Dense` with a kernel that can be sparse: y = x . W~ + b.
 
   x (..., in), kernel (in, features), bias (features,). Groups of m lie along axis 0 of the kernel.
   Attributes and parameter tree are flax's, and `rules`; None = the plain layer.
   """
 
+  dot_general: Any = _dot_general
+  promote_dtype: Any = _promote_dtype
   rules: Rules | None = None
 
-  @nn.compact
-  def __call__(self, inputs: jax.Array) -> jax.Array:
-    """Returns y."""
-    packed = packed_kernel(self)
-    if packed is None:
-      # Without flax's wrapper: `capture_intermediates` and interceptors would see two calls.
-      return inspect.unwrap(nn.Dense.__call__)(self, inputs)
-    shape = (self.features,)
-    bias = self.param("bias", self.bias_init, shape, self.param_dtype) if self.use_bias else None
-    stand_in = jnp.zeros((), packed.dtype)  # flax looks at its dtype
-    x, _, bias = self.promote_dtype(inputs, stand_in, bias, dtype=self.dtype)
-    y: Any = packed_product(self, x, shape)  # type: ignore[arg-type]
-    return y if bias is None else y + bias.reshape((1,) * (y.ndim - 1) + (-1,))
 
-  @nn.nowrap
-  def param(self, name, init_fn, *init_args, **init_kwargs):
-    """Returns flax's parameter, with the kernel made effective: its readers see W~."""
-    value = super().param(name, init_fn, *init_args, **init_kwargs)
-    return effective_kernel(self, value, axis=0) if name == "kernel" else value
-
-
-class Conv(nn.Conv):
+class Conv(_Masked, nn.Conv):
   """`flax.linen.Conv` with a kernel that can be sparse: y = x * W~ + b.
 
   x (batch, ..., in), kernel (..., in / feature_group_count, features), bias (features,). Groups of
@@ -145,22 +157,18 @@ class Conv(nn.Conv):
   """
 
   rules: Rules | None = None
-
-  @nn.nowrap
-  def param(self, name, init_fn, *init_args, **init_kwargs):
-    """Returns flax's parameter, with the kernel made effective: its readers see W~."""
-    value = super().param(name, init_fn, *init_args, **init_kwargs)
-    return effective_kernel(self, value, axis=-2) if name == "kernel" else value
+  _contracted = -2
 
 
-def with_step(variables: Variables, step: Any, state: State | None = None) -> Variables:
+def with_step(variables: Mapping[str, Any], step: Any, state: State | None = None) -> Any:
   """Returns `variables` with the step, and the stored mask, of every sparse layer.
 
       model.apply(with_step({**variables, "params": params}, step, state), x)
 
   Args:
-    variables: what `model.init` returned, parameters exchanged or not (they are not looked at). The
-      leaves of the collection `nm_sparsity` may be shapes, as of `jax.eval_shape(model.init, ...)`.
+    variables: what `model.init` returned, parameters exchanged or not (they are not looked at). It
+      has the collection `nm_sparsity` where a rule names a layer of the model. The leaves of the
+      collection `nm_sparsity` may be shapes, as of `jax.eval_shape(model.init, ...)`.
     step: the updates applied so far, `nms.step_count(opt_state)`.
     state: what `nms.init_state` or `nms.update_state` returned; its masks become the collection
       `nm_sparsity_state`. None keeps the masks that `variables` got by an earlier call; those of
@@ -170,25 +178,18 @@ def with_step(variables: Variables, step: Any, state: State | None = None) -> Va
     A new mapping of the same type.
   """
   step = as_step(step)
-  if not jax.tree_util.tree_leaves(variables.get(COLLECTION, {})):
-    raise ValueError(
-      f"with_step found no sparse layer: {sorted(variables)} hold no step under {COLLECTION!r}. "
-      "Pass all that model.init returned. If init made no step, no rule names a layer of this "
-      "model, or the layers got no rules=."
-    )
-
-  stamps = dict(flatten({key: state[key] for key in ("made", "renewed")})) if state else {}
+  stamps = [dict(flatten(state[key])) for key in ("made", "renewed")] if state else []
 
   def fill(path, leaf):
     layer, _, name = path.rpartition("/")
-    if name == "step":
-      return jnp.broadcast_to(step, leaf.shape)
-    if state:
-      # The stamps of all layers of a scan are one number, as the stack is one parameter.
-      key = "/".join(filter(None, (name.removeprefix("state_"), layer, "kernel")))
-      stamp = state["step"] if name == "state_step" else stamps.get(key, -1)
-      return jnp.broadcast_to(jnp.asarray(stamp, jnp.int32), leaf.shape)
-    return jnp.full(leaf.shape, -1, jnp.int32) if isinstance(leaf, jax.ShapeDtypeStruct) else leaf
+    value = step
+    if name == "state" and state:
+      # The stamps of all layers of a scan are one, as the stack is one parameter.
+      kernel = f"{layer}/kernel".lstrip("/")
+      value = jnp.stack([state["step"], *(stamp.get(kernel, _NONE) for stamp in stamps)])
+    elif name == "state":
+      value = _NONE if isinstance(leaf, jax.ShapeDtypeStruct) else leaf
+    return jnp.broadcast_to(value, leaf.shape)
 
   new = {COLLECTION: map_with_names(fill, variables[COLLECTION])}
   if state:
@@ -196,7 +197,7 @@ def with_step(variables: Variables, step: Any, state: State | None = None) -> Va
   return flax.core.copy(variables, new)  # type: ignore
 
 
-def effective_kernel(layer: nn.Module, w: jax.Array, axis: masks.Axis) -> jax.Array:
+def effective_kernel(layer: Any, w: jax.Array, axis: masks.Axis) -> jax.Array:
   """Returns what a layer multiplies by: W~ of its stored kernel, in the kernel's shape and dtype.
 
   Use it to write a layer of your own with a field `rules` and a parameter named 'kernel':
@@ -209,11 +210,11 @@ def effective_kernel(layer: nn.Module, w: jax.Array, axis: masks.Axis) -> jax.Ar
     w: the stored kernel.
     axis: the axis that the layer contracts, or adjacent axes that count as one.
   """
-  rules: Rules | None = layer.rules  # type: ignore
+  rules: Rules | None = layer.rules
   # No variable, no trace: a network without rules compiles to the program of the plain one.
   if rules is None:
     return w
-  path = _path(layer)
+  path = "/".join((*layer.path, "kernel"))
   site = rules.site(path, w.shape, axis)
   if not isinstance(site, Site):
     if layer.has_variable(COLLECTION, "step"):
@@ -238,9 +239,9 @@ def effective_kernel(layer: nn.Module, w: jax.Array, axis: masks.Axis) -> jax.Ar
     )
   if not site.recipe.stateful:
     return site.effective(w, step)
-  stamps = (layer.get_variable(COLLECTION, name, jnp.int32(-1)) for name in _STAMPS)
+  last, made, renewed = layer.get_variable(COLLECTION, "state", [_NONE] * 3)
   mask = layer.get_variable(STATE_COLLECTION, "kernel")
-  return site.effective(w, check_step(site, step, *stamps), mask)
+  return site.effective(w, check_step(site, step, last, made, renewed), mask)
 
 
 def packed_kernel(layer: nn.Module) -> NMPacked | None:
@@ -254,53 +255,20 @@ def packed_kernel(layer: nn.Module) -> NMPacked | None:
   Args:
     layer: its kernel is `params/kernel`.
   """
-  if not layer.has_variable("params", "kernel"):
-    return None
   found = layer.get_variable("params", "kernel")
   return found if isinstance(found, NMPacked) else None
 
 
-def packed_product(
-  layer: nn.Module, inputs: jax.Array, features: Sequence[int], axes: Sequence[int] = (-1,)
-) -> jax.Array | None:
-  """Returns `inputs` times the packed kernel of a layer; None where the kernel is an array.
-
-  Args:
-    layer: as in `packed_kernel`.
-    inputs: in the dtype of the computation.
-    features: (f, ...), which come last in the result.
-    axes: of `inputs` to contract, in the order of the kernel.
-
-  Returns:
-    [..., f, ...] in the dtype of `inputs`.
-  """
-  packed = packed_kernel(layer)
-  if packed is None:
-    return None
-  x = jnp.moveaxis(inputs, axes, range(-len(axes), 0))
-  lead, depth = x.shape[: -len(axes)], math.prod(x.shape[-len(axes) :])
-  if packed.shape != (depth, math.prod(features)) or jnp.ndim(packed.values) != 2:
-    raise ValueError(
-      f"{_path(layer)!r}: the packed kernel is {packed.shape}, and the layer takes "
-      f"{(depth, math.prod(features))}. The tree is of another network, or of one that scans: "
-      "nms.inference_tree.unstacked makes the same network without a scan."
-    )
-  return nm_dot(x.reshape(*lead, depth), packed).reshape(*lead, *features)
-
-
-def _path(layer: nn.Module) -> str:
-  return "/".join((*layer.path, "kernel"))
-
-
-_STAMPS = ("state_step", "state_made", "state_renewed")  # what `stored.check_step` compares
+_NONE = np.int32(-1)  # a step or a stamp that nobody gave
 
 
 def _create_variables(layer: nn.Module, site: Site, w: jax.Array) -> None:
-  """Creates the steps as -1, "none given", and the mask as `stored.init_state` starts it."""
+  """Creates the step and stamps as -1, and the mask as `stored.init_state` starts it."""
   is_stateful = site.recipe.stateful
   if layer.is_mutable_collection(COLLECTION):
-    for name in ("step", *(_STAMPS if is_stateful else ())):
-      layer.variable(COLLECTION, name, lambda: jnp.int32(-1))
+    layer.variable(COLLECTION, "step", lambda: _NONE)
+    if is_stateful:
+      layer.variable(COLLECTION, "state", lambda: jnp.full(3, _NONE))
   if is_stateful and layer.is_mutable_collection(STATE_COLLECTION):
     first = lambda: site.recipe.first_state(site.groups, w)["mask"]
     layer.variable(STATE_COLLECTION, "kernel", first)

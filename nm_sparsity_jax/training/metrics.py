@@ -15,7 +15,7 @@ parameters. Without a sparse kernel the density is 1, D is 1, and rates and vari
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -51,18 +51,6 @@ class Before(NamedTuple):
 
   masks: dict[str, jax.Array]
   scalars: dict[str, jax.Array]
-
-
-class SecondMoments(NamedTuple):
-  """Second moments by path, which `summary` takes as an optimizer state.
-
-  Attributes:
-    nu: path -> second moment, of the parameter's shape.
-    factored: paths of those that are estimates, rebuilt from factors as Adafactor does.
-  """
-
-  nu: Mapping[str, jax.Array]
-  factored: Collection[str] = ()
 
 
 def masks_of(
@@ -109,23 +97,19 @@ def summary(
   rules: Rules,
   step: jax.Array | int,
   state: State | None = None,
-  grads: Any = None,
-  opt_state: Any = None,
+  moments: Mapping[str, jax.Array] | None = None,
   seen: Before | None = None,
-  *,
-  per_place: bool = True,
 ) -> dict[str, jax.Array]:
   """Returns all metrics as float32 scalars under flat names, for `clu` writers and their like.
 
-      nm/density                      share of weights in use now; /<path> of one kernel
-      nm/density_target               n / m of the target; /<path> of one kernel
+      nm/density                      share of weights in use now
+      nm/density_target               n / m of the target
       nm/D                            decay factor, the mean by size
-      nm/n/<rule>, nm/m/<rule>        pattern now, 1:1 while dense; 0:0 where kernels of one rule do
-                                      not share one
+      nm/n/<rule>, nm/m/<rule>        pattern now, 1:1 while dense; 0 where kernels of one rule
+                                      differ
       nm/flip_rate/all, /kept         with seen: flips since then
-      nm/grad_abs_var/all, /kept      with grads, or with seen, if it has them
-      nm/second_moment_var/all, /kept with opt_state, if it holds a second moment of every sparse
-                                      kernel; second_moment_var_factored where Adafactor factors
+      nm/grad_abs_var/all, /kept      with seen, if it was given the gradient
+      nm/second_moment_var/all, /kept with moments, if they are of every sparse kernel
 
   A weight is in use where its factor in W~ is not zero: the density of a kernel is 1 while D > 0,
   and the share that its mask keeps where D = 0. A short last group keeps up to n of what it has.
@@ -142,14 +126,15 @@ def summary(
     rules: the rules.
     step: the step of that pass, int32 scalar.
     state: the state of stateful recipes at that step.
-    grads: the gradients of that pass.
-    opt_state: an optax state with a second moment, Adam's or Adafactor's, or `SecondMoments`.
+    moments: path -> second moment, as `second_moments` reads them from an optimizer's state.
     seen: what `before` returned at an earlier step.
-    per_place: also the names that end in a path.
   """
   sites, masks = rules.assign(params).places, masks_of(params, rules, step, state)
   decays = {path: site.recipe.decay(step) for path, site in sites.items()}
-  shares = {path: _share_in_use(masks[path], d) for path, d in decays.items()}
+  kept = {path: _ratio(_count(mask), mask.size) for path, mask in masks.items()}
+  # D itself where it is NaN: no step was given.
+  in_use = lambda path, d: jnp.where(d == 0, kept[path], jnp.where(d > 0, jnp.float32(1), d))
+  shares = {path: in_use(path, d) for path, d in decays.items()}
   targets = {path: jnp.float32(site.pattern.density) for path, site in sites.items()}
   out = {
     "nm/density": _mean(shares, masks),
@@ -157,19 +142,12 @@ def summary(
     "nm/D": _mean(decays, masks),
     **_patterns(sites, step),
   }
-  if per_place:
-    out |= {f"nm/density/{path}": share for path, share in shares.items()}
-    out |= {f"nm/density_target/{path}": target for path, target in targets.items()}
   if seen is not None:
     rate = flip_rate(seen.masks, masks)
     out |= {"nm/flip_rate/all": rate.all, "nm/flip_rate/kept": rate.kept, **seen.scalars}
-  if grads is not None:
-    out |= _variances_of_gradient(grads, masks)
   # A trainer hands over whatever its optimizer keeps, so a missing moment is no error.
-  moments = second_moments(opt_state, params)
-  if opt_state is not None and sites.keys() <= moments.nu.keys():
-    is_factored = any(path in moments.factored for path in sites)
-    out |= _variances(f"second_moment_var{'_factored' * is_factored}", moments.nu, masks)
+  if moments is not None and sites.keys() <= moments.keys():
+    out |= _variances("second_moment_var", moments, masks)
   return out
 
 
@@ -187,7 +165,8 @@ def before(
 
       seen = metrics.before(params, rules, step, state, grads)
       params, opt_state, state = update(params, opt_state, state, grads)
-      scalars = metrics.summary(params, rules, step + 1, state, None, opt_state, seen)
+      moments = metrics.second_moments(opt_state, params)
+      scalars = metrics.summary(params, rules, step + 1, state, moments, seen)
 
   Args:
     params: the dense parameters that the gradient was taken at.
@@ -197,11 +176,12 @@ def before(
     grads: the gradient, without SR-STE's term; None = no names of gradients.
   """
   masks = masks_of(params, rules, step, state)
-  return Before(masks, {} if grads is None else _variances_of_gradient(grads, masks))
+  sizes = {} if grads is None else {path: jnp.abs(g) for path, g in flatten(grads)}
+  return Before(masks, _variances("grad_abs_var", sizes, masks) if sizes else {})
 
 
-def second_moments(opt_state: Any, params: Any) -> SecondMoments:
-  """Returns the second moments in an optax state: Adam's v as stored, or Adafactor's estimate.
+def second_moments(opt_state: Any, params: Any) -> dict[str, jax.Array]:
+  """Returns path -> second moment in an optax state: Adam's v, or Adafactor's estimate of it.
 
       v[i, j] = rows[i] * columns[j] / mean(rows)
 
@@ -211,27 +191,22 @@ def second_moments(opt_state: Any, params: Any) -> SecondMoments:
   without one, such as SGD and Lion, and weights that a transformation is masked from have none.
 
   Args:
-    opt_state: the state, or `SecondMoments`, which are returned as they are.
+    opt_state: the state.
     params: the parameters, whose shapes tell the axes that Adafactor factors.
   """
-  if isinstance(opt_state, SecondMoments):
-    return opt_state
-  shapes = {path: jnp.shape(leaf) for path, leaf in flatten(params)}
-  nu, factored = {}, set()
-  is_adam = lambda x: getattr(x, "nu", None) is not None
-  is_adafactor = lambda x: hasattr(x, "v_row") and hasattr(x, "v_col")
-  for state in jax.tree.leaves(opt_state, is_leaf=lambda x: is_adam(x) or is_adafactor(x)):
-    if is_adam(state):
-      nu |= dict(flatten(state.nu))
-    elif is_adafactor(state):
+  shapes, found = {path: jnp.shape(leaf) for path, leaf in flatten(params)}, {}
+  is_state = lambda x: hasattr(x, "nu") or hasattr(x, "v_row")
+  for state in jax.tree.leaves(opt_state, is_leaf=is_state):
+    if hasattr(state, "nu"):
+      found |= dict(flatten(state.nu))
+    elif hasattr(state, "v_row"):
       rows, columns = dict(flatten(state.v_row)), dict(flatten(state.v_col))
       for path, v in flatten(state.v):
         if v.shape != shapes[path]:  # optax factors the two largest axes
           row, column = (int(axis) for axis in np.argsort(shapes[path])[-2:])
           v = adafactor_estimate(rows[path], columns[path], (row,), (column,))
-          factored.add(path)
-        nu[path] = v
-  return SecondMoments(nu, factored)
+        found[path] = v
+  return found
 
 
 def adafactor_estimate(rows: jax.Array, columns: jax.Array, row_axes, column_axes) -> jax.Array:
@@ -252,42 +227,23 @@ def adafactor_estimate(rows: jax.Array, columns: jax.Array, row_axes, column_axe
 def _patterns(sites: Mapping[str, Site], step: jax.Array | int) -> dict[str, jax.Array]:
   """Returns n and m of the level that holds at `step`, by rule, float32; 1:1 while dense."""
   step = as_step(step)
-  of_rule: dict[str, list[tuple]] = {}
+  found: dict[str, list[jax.Array]] = {}
   for site in sites.values():
     n = m = jnp.where(step < 0, jnp.float32(0), jnp.float32(1))
     for start, pattern in site.recipe.levels(site.axis_size):
       n = jnp.where(step >= start, jnp.float32(pattern.n), n)
       m = jnp.where(step >= start, jnp.float32(pattern.m), m)
-    of_rule.setdefault(site.key, []).append((n, m))
-  found = {}
-  for rule, patterns in of_rule.items():
-    n, m = jnp.array(patterns).T
-    # Levels depend on the length of an axis, so kernels of one rule may differ.
-    is_shared = jnp.all((n == n[0]) & (m == m[0]))
-    found[f"nm/n/{rule}"] = jnp.where(is_shared, n[0], jnp.float32(0))
-    found[f"nm/m/{rule}"] = jnp.where(is_shared, m[0], jnp.float32(0))
-  return found
-
-
-def _share_in_use(mask: jax.Array, decay: jax.Array) -> jax.Array:
-  kept = _ratio(_count(mask), mask.size)
-  # D itself where it is NaN: no step was given.
-  return jnp.where(decay == 0, kept, jnp.where(decay > 0, jnp.float32(1), decay))
+    found.setdefault(f"nm/n/{site.key}", []).append(n)
+    found.setdefault(f"nm/m/{site.key}", []).append(m)
+  # Levels depend on the length of an axis, so kernels of one rule may differ.
+  shared = lambda x: jnp.where(jnp.min(x) == jnp.max(x), x[0], jnp.float32(0))
+  return {name: shared(jnp.stack(values)) for name, values in found.items()}
 
 
 def _mean(values: Mapping[str, jax.Array], masks: Mapping[str, jax.Array]) -> jax.Array:
-  """Returns the mean over all weights, exact where all values agree; 1 without weights."""
-  total = sum(mask.size for mask in masks.values())
-  if not total:
-    return jnp.float32(1)
-  # By differences from one of them, which are exactly 0 where all agree.
-  first = next(iter(values.values()))
-  weight = lambda path: jnp.float32(masks[path].size / total)
-  return first + _sum([(x - first) * weight(path) for path, x in values.items()])
-
-
-def _variances_of_gradient(grads: Any, masks: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
-  return _variances("grad_abs_var", {path: jnp.abs(g) for path, g in flatten(grads)}, masks)
+  """Returns the mean over all weights; 1 without weights."""
+  sizes = jnp.array([masks[path].size for path in values], jnp.float32)
+  return jnp.average(jnp.stack([*values.values()]), weights=sizes) if masks else jnp.float32(1)
 
 
 def _variances(
@@ -301,18 +257,11 @@ def _variances(
 
 
 def _variance(xs: Sequence[jax.Array], masks: Sequence[jax.Array]) -> jax.Array:
-  """Returns the variance of all entries of several arrays that masks keep.
-
-  Chan, Golub and LeVeque, "Algorithms for computing the sample variance", 1983, equation 1.7.
-  """
+  """Returns the variance of all entries of several arrays that masks keep."""
   total = _sum([_count(mask) for mask in masks])
-  chosen = lambda x, mask: jnp.where(mask, x, jnp.zeros_like(x))
-  mean = _ratio(_sum([jnp.sum(chosen(x, m)) for x, m in zip(xs, masks, strict=True)]), total)
-  off = [chosen(x - mean, mask) for x, mask in zip(xs, masks, strict=True)]
-  # The second pass corrects what rounding left in the mean.
-  left = _sum([jnp.sum(x) for x in off])
-  squares = _sum([jnp.sum(x * x) for x in off]) - left * _ratio(left, total)
-  return _ratio(jnp.maximum(squares, jnp.float32(0)), total)
+  chosen = lambda x, mask: jnp.sum(jnp.where(mask, x, jnp.zeros_like(x)))
+  mean = _ratio(_sum([chosen(x, mask) for x, mask in zip(xs, masks, strict=True)]), total)
+  return _ratio(_sum([chosen((x - mean) ** 2, m) for x, m in zip(xs, masks, strict=True)]), total)
 
 
 def _count(mask: jax.Array) -> jax.Array:
@@ -321,11 +270,8 @@ def _count(mask: jax.Array) -> jax.Array:
 
 
 def _ratio(part: jax.Array, whole: jax.Array | int) -> jax.Array:
-  """Returns part / whole: exactly 1 where they are equal, and 0 where the whole is 0."""
-  whole = jnp.asarray(whole, jnp.float32)
-  share = part / jnp.maximum(whole, jnp.float32(1))
-  # XLA may multiply by 1 / whole, which is not 1 for part = whole.
-  return jnp.where((part == whole) & (whole > 0), jnp.float32(1), share)
+  """Returns part / whole, and 0 where the whole is 0."""
+  return part / jnp.maximum(jnp.float32(whole), jnp.float32(1))
 
 
 def _sum(values: Sequence[jax.Array]) -> jax.Array:

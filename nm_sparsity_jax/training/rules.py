@@ -11,20 +11,19 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
+import math
 import re
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import jax
 from jax.sharding import NamedSharding
 
 from nm_sparsity_jax.core import masks, trace
 from nm_sparsity_jax.core.groups import Groups
-from nm_sparsity_jax.core.trees import flatten, path_name
+from nm_sparsity_jax.core.trees import flatten
 from nm_sparsity_jax.recipes import Dense, Recipe
-from nm_sparsity_jax.training import roles as vocabulary
-from nm_sparsity_jax.training.roles.registry import compiled
+from nm_sparsity_jax.training import roles
 from nm_sparsity_jax.training.sites import Assignment, Site
 
 _POLICIES = ("error", "skip", "pad")
@@ -55,20 +54,13 @@ class Rules:
       Layers of this package know their own axis and do not ask.
     indivisible: what to do when m does not divide the axis: 'error', 'skip' (leave that
       parameter dense) or 'pad' (the last group is short and keeps at most n of what it has).
-    roles: more roles, name -> regex, beside those of `nms.roles`. A role that families know
-      means your regex alone, in these rules: `roles={"head": "lm/kernel"}`.
     shardings: path -> how devices share the parameter; see `with_shardings`.
   """
 
   places: Mapping[str, Recipe]
   axes: Mapping[str, masks.Axis] = dataclasses.field(default_factory=dict)
   indivisible: str = "error"
-  roles: Mapping[str, str] = dataclasses.field(default_factory=dict)
   shardings: Mapping[str, NamedSharding] = dataclasses.field(default_factory=dict, repr=False)
-  _matchers: list[tuple[str, re.Pattern[str]]] = dataclasses.field(init=False, repr=False)
-  _axes: list[tuple[re.Pattern[str], masks.Axis]] = dataclasses.field(init=False, repr=False)
-  _matched: dict[str, str | None] = dataclasses.field(init=False, repr=False)
-  _assigned: dict[_Shapes, Assignment] = dataclasses.field(init=False, repr=False)
 
   def __post_init__(self):
     places = self.places.values() if isinstance(self.places, Mapping) else ()
@@ -79,22 +71,30 @@ class Rules:
         "recipe, such as {'ff': nms.recipe('sr_ste', pattern='1:8', phases=nms.Phases(total=...))}"
         f" (for a dense run 'dense'), and one of {', '.join(_POLICIES)}."
       )
-    roles = dict(self.roles or {})
     axes = {regex: _one_or_several(axis) for regex, axis in (self.axes or {}).items()}
-    for name, value in {
-      "places": dict(self.places),
-      "axes": axes,
-      "roles": roles,
-      "_matchers": [(place, vocabulary.matcher(place, roles)) for place in self.places],
-      "_axes": [(compiled(regex, "axes"), axis) for regex, axis in axes.items()],
-      "_matched": {},  # path -> what `match` returned
-      "_assigned": {},  # shapes of a tree -> what `assign` returned
-    }.items():
-      object.__setattr__(self, name, value)
+    object.__setattr__(self, "places", dict(self.places))
+    object.__setattr__(self, "axes", axes)
+    _ = self._matchers, self._axes  # what is no regular expression raises here
+
+  @functools.cached_property
+  def _matchers(self) -> list[tuple[str, re.Pattern[str]]]:
+    return [(place, roles.matcher(place)) for place in self.places]
+
+  @functools.cached_property
+  def _axes(self) -> list[tuple[re.Pattern[str], masks.Axis]]:
+    return [(roles.compiled(regex, "axes"), axis) for regex, axis in self.axes.items()]
+
+  @functools.cached_property
+  def _matched(self) -> dict[str, str | None]:
+    return {}  # path -> what `match` returned
+
+  @functools.cached_property
+  def _assigned(self) -> dict[_Shapes, Assignment]:
+    return {}  # shapes of a tree -> what `assign` returned
 
   # Shardings hold devices and compiled regexes are caches: neither goes into another process.
   def __reduce__(self):
-    return Rules, (self.places, self.axes, self.indivisible, self.roles)
+    return Rules, (self.places, self.axes, self.indivisible)
 
   def __eq__(self, other):
     return isinstance(other, Rules) and self.text == other.text
@@ -109,9 +109,7 @@ class Rules:
     Equal rules have one text, in whatever order their places come. Fields at their defaults are
     left out, so that a field that a later version adds changes no text.
     """
-    lines = [f"{place}: {_recipe_text(recipe)}" for place, recipe in self.places.items()]
-    lines += [f"role {name}: {regex}" for name, regex in self.roles.items()]
-    lines.sort()
+    lines = sorted(f"{place}: {_recipe_text(recipe)}" for place, recipe in self.places.items())
     # The first regex that matches wins, so the order of axes counts.
     lines += [f"axis {regex}: {axis}" for regex, axis in self.axes.items()]
     if self.indivisible != "error":
@@ -130,12 +128,10 @@ class Rules:
 
   def with_axes(self, axes: Mapping[str, masks.Axis]) -> Rules:
     """Returns the same rules with more `axes`, which come first."""
-    rest = {regex: axis for regex, axis in self.axes.items() if regex not in axes}
-    return dataclasses.replace(self, axes={**axes, **rest})
+    # A key stays where it stood first, and has its last value.
+    return dataclasses.replace(self, axes={**axes, **self.axes, **axes})
 
-  def with_logical_axes(
-    self, logical_axes: Any, stacked: Sequence[str] = ("layers", "stack")
-  ) -> Rules:
+  def with_logical_axes(self, logical_axes: Any) -> Rules:
     """Returns the same rules, with axes of stacked kernels read from logical axis names.
 
         rules = rules.with_logical_axes(variables["params_axes"])
@@ -143,27 +139,25 @@ class Rules:
     Args:
       logical_axes: a tree that mirrors the parameters; leaves are tuples of axis names, flax's
         `AxisMetadata` or `PartitionSpec`. Paths may end in `_axes`, as in flax's `params_axes`.
-      stacked: names of axes that a scan over layers adds. Of the others, the contraction axis of
-        a kernel is the first; of an attention kernel with heads as an axis of their own, all but
-        the last for `out`.
+        A scan over layers adds an axis that is called 'layers' or 'stack'. Of the others, the
+        contraction axis of a kernel is the first; of an attention kernel with heads as an axis of
+        their own, all but the last for `out`.
 
     Returns:
       New rules. Axes given by hand come first.
     """
     found: dict[str, masks.Axis] = dict(self.axes)
     is_names = lambda x: hasattr(x, "names") or isinstance(x, tuple)
-    leaves, _ = jax.tree_util.tree_flatten_with_path(logical_axes, is_leaf=is_names)
-    for keys, names in leaves:
-      path = re.sub(r"_axes$", "", path_name(keys))
+    for path, names in flatten(logical_axes, is_names):
+      path = path.removesuffix("_axes")
       names = tuple(getattr(names, "names", names))
-      own = [i for i, name in enumerate(names) if name not in stacked]
+      own = [i for i, name in enumerate(names) if name not in ("layers", "stack")]
       if not path.endswith("kernel") or len(own) == len(names) or self.find(path) is None:
         continue
-      role = vocabulary.role_of(path)
-      if len(own) == 2 or (len(own) == 3 and role in ("q", "k", "v")):
-        found.setdefault(re.escape(path), own[0])
-      elif len(own) == 3 and role == "o":
-        found.setdefault(re.escape(path), (own[0], own[1]))
+      role = roles.role_of(path)
+      if len(own) == 2 or (len(own) == 3 and role in ("q", "k", "v", "o")):
+        summed = len(own) - 1 if role == "o" else 1
+        found.setdefault(re.escape(path), _one_or_several(own[:summed]))
     return dataclasses.replace(self, axes=found)
 
   def with_shardings(self, shardings: Any) -> Rules:
@@ -198,11 +192,6 @@ class Rules:
       *inputs: what it computes on. What the function closes over is a constant of the program, as
         a weight is, so a product with it says nothing.
     """
-    if not inputs:  # then all would be constants, and nothing told data from weights
-      raise ValueError(
-        "for_model(function, params) has no inputs: pass what the function computes on as well, as "
-        "in for_model(lambda p, x: model.apply({'params': p}, x), params, x)."
-      )
     shapes = dict(_shapes(params))
     traced = trace.trace(function, params, *inputs)
     found: dict[str, masks.Axis] = {}
@@ -258,7 +247,8 @@ class Rules:
     if isinstance(recipe, Dense | None):
       return None
     site = Site(path, recipe, Groups(tuple(shape), axis), self.match(path) or "")
-    m = site.whole
+    # Whole groups of the target pattern, and of each level that fits.
+    m = math.lcm(site.pattern.m, *(level.m for _, level in recipe.levels(site.axis_size)))
     if site.axis_size % m:
       problem = (
         f"axis {axis} has length {site.axis_size} (shape {tuple(shape)}), no multiple of {m}"
@@ -277,11 +267,6 @@ class Rules:
   def _axis_of(self, path: str) -> masks.Axis | None:
     """Returns what `axes` says of a path; the first regex that matches counts."""
     return next((axis for regex, axis in self._axes if regex.fullmatch(path)), None)
-
-  def _axis(self, path: str, shapes: Mapping[str, tuple[int, ...]]) -> masks.Axis | None:
-    """Returns the contraction axis of a stored parameter, None where nothing tells it."""
-    axis = self._axis_of(path)
-    return _default_axis(path, shapes) if axis is None else axis
 
   def assign(self, params: Any) -> Assignment:
     """Applies the table to a whole tree and checks it.
@@ -304,15 +289,14 @@ class Rules:
     known, sites, skipped, dense = dict(shapes), {}, {}, []
     ambiguous: list[str] = []
     for path, shape in shapes:
-      site = None
-      if not isinstance(self.find(path), Dense | None):
-        axis = self._axis(path, known)
-        if axis is None:
-          ambiguous.append(f"{path!r} of shape {shape}")
-          continue
-        site = self.site(path, shape, axis)
-      if site is None:
+      if isinstance(self.find(path), Dense | None):
         dense.append(path)
+        continue
+      axis = self._axis_of(path)
+      axis = _default_axis(path, known) if axis is None else axis
+      site = None if axis is None else self.site(path, shape, axis)
+      if site is None:
+        ambiguous.append(f"{path!r} of shape {shape}")
       elif isinstance(site, str):
         skipped[path] = site
         _log.warning("%s stays dense: %s", path, site)
@@ -337,13 +321,12 @@ class Rules:
       if not any(map(regex.fullmatch, shapes)):
         idle.append(f"axes={{{regex.pattern!r}: {axis}}}")
     if idle:
-      have = ", ".join(vocabulary.roles_of([*shapes], self.roles)) or "no roles"
+      have = ", ".join(dict.fromkeys(filter(None, map(roles.role_of, shapes)))) or "no roles"
       raise ValueError(
         f"rules that match no parameter: {', '.join(idle)}. The {len(shapes)} parameters begin "
         f"{', '.join([*shapes][:4])} and have {have}. A place (gin: in SPARSITY_RULES) is a role "
-        f"({', '.join(vocabulary.regexes(self.roles))}; narrowed as in encoder/ff, "
-        "decoder/cross/qkv) or a regex for the whole path, such as '.*/kernel'; "
-        "Rules(..., roles={name: regex}) adds roles."
+        f"({', '.join(roles.regexes())}; narrowed as in encoder/ff, decoder/cross/qkv) or a regex "
+        "for the whole path, such as '.*/kernel'; nms.roles.register adds roles."
       )
 
 
@@ -366,7 +349,7 @@ def _default_axis(path: str, shapes: Mapping[str, tuple[int, ...]]) -> masks.Axi
     return None
   if len(shape) == 2:
     return None if _EINSUM.fullmatch(path) else 0
-  is_conv = _CONV.fullmatch(path) or vocabulary.role_of(path) in _CONV_ROLES
+  is_conv = _CONV.fullmatch(path) or roles.role_of(path) in _CONV_ROLES
   return -2 if 3 <= len(shape) <= 5 and is_conv else None
 
 

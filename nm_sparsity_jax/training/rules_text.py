@@ -54,22 +54,18 @@ def parse(text: str) -> Rules:
   """
   places: dict[str, Recipe] = {}
   axes: dict[str, masks.Axis] = {}
-  roles: dict[str, str] = {}
   indivisible = "error"
   try:
     for line in text.splitlines():
       kind, _, rest = line.partition(" ")
       if kind == "indivisible:":
         indivisible = rest
-      elif kind == "role":
-        name, _, role_regex = rest.partition(": ")
-        roles[name] = role_regex
       elif kind == "axis":
-        axis_regex, _, axis = rest.rpartition(": ")
-        axes[axis_regex] = ast.literal_eval(axis)
+        regex, _, axis = rest.rpartition(": ")
+        axes[regex] = ast.literal_eval(axis)
       elif found := _PLACE.fullmatch(line):
         places[found[1]] = _parse_recipe(*found.groups()[1:])
-    rules = Rules(places, axes, indivisible, roles)
+    rules = Rules(places, axes, indivisible)
     # Another version may know other defaults: it must not go on with other rules in silence.
     if rules.text != text:
       raise ValueError(f"it reads {rules.text!r}")

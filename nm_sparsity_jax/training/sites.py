@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 import zlib
 from collections.abc import Mapping
 
@@ -54,11 +53,6 @@ class Site:
     return self.groups.axis
 
   @property
-  def axes(self) -> tuple[int, ...]:
-    """Returns `axis` as a tuple of ascending, non-negative ints."""
-    return self.groups.axes
-
-  @property
   def axis_size(self) -> int:
     """Returns the length of the grouped axis, padding included."""
     return self.groups.size
@@ -69,28 +63,14 @@ class Site:
     return self.groups.count(self.pattern)
 
   @property
-  def whole(self) -> int:
-    """Returns the length that holds whole groups of the target and of each level that fits."""
-    levels = self.recipe.levels(self.axis_size)
-    return math.lcm(self.pattern.m, *(pattern.m for _, pattern in levels))
-
-  @property
   def remarks(self) -> tuple[str, ...]:
     """Returns what is unusual about this site, in words; empty where nothing is."""
     remarks = []
-    # Who means 1:4 may have written 4:1 or 3:4; it is allowed, and said.
-    if 2 * self.pattern.n > self.pattern.m:
-      remarks.append(f"keeps {self.pattern.n} of {self.pattern.m}")
     if self.groups.pad:
       remarks.append(f"axis padded by {self.groups.pad}")
     fits = {pattern for _, pattern in self.recipe.levels(self.axis_size)}
     if dropped := [str(p) for _, p in self.recipe.levels() if p not in fits]:
       remarks.append(f"levels {', '.join(dropped)} do not divide {self.axis_size}: dropped")
-    end = self.recipe.phases.finetune_start
-    before = [s for s in self.recipe.timeline(self.axis_size) if s.pattern and s.stop == end]
-    # The exponential decay of beta=None ends at 1/1000: that is how it is meant.
-    if before and before[0].decay_stop > 0.002:
-      remarks.append(f"D jumps from {before[0].decay_stop:.3g} to 0 at step {end}")
     return tuple(remarks)
 
   @functools.cached_property

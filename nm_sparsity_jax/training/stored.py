@@ -153,11 +153,6 @@ def kept(site: Site, state: State | None) -> dict[str, jax.Array]:
   return found
 
 
-def stored_masks(state: State | None) -> dict[str, jax.Array]:
-  """Returns path -> stored mask of a state; empty where there is none."""
-  return dict(flatten(state["mask"])) if state else {}
-
-
 def check_step(site: Site, step: jax.Array | int, last: Any, made: Any, renewed: Any) -> jax.Array:
   """Returns `step`, or -1 where the stored mask is wrong for it: of other rules, old, or new.
 
@@ -189,6 +184,5 @@ def check_step(site: Site, step: jax.Array | int, last: Any, made: Any, renewed:
 
 def _by_key(kept: Mapping[str, Mapping[str, jax.Array]], step: jax.Array) -> State:
   """Returns the state of path -> key -> value: key -> values, nested as the parameters."""
-  keys = dict.fromkeys(key for values in kept.values() for key in values)
-  of_key = lambda key: {path: values[key] for path, values in kept.items() if key in values}
-  return {"step": step, **{key: nested(of_key(key)) for key in keys}} if kept else {}
+  leaves = {f"{key}/{path}": x for path, values in kept.items() for key, x in values.items()}
+  return {"step": step, **nested(leaves)} if kept else {}

@@ -19,7 +19,6 @@ import jax
 import jax.core
 import jax.numpy as jnp
 import optax
-from jax.sharding import NamedSharding
 
 from nm_sparsity_jax.core.gradients import wider
 from nm_sparsity_jax.core.trees import flatten, map_with_names
@@ -98,13 +97,13 @@ def sparse(tx: optax.GradientTransformation, rules: Rules) -> optax.GradientTran
     return SparseState(jnp.int32(0), jnp.int32(rules.fingerprint), dense, masks, inner_state)
 
   def update(updates, state, params=None, **extra):
-    if params is None:
-      raise ValueError("nms.sparse needs the parameters: tx.update(grads, opt_state, params).")
     sites = rules.assign(params).places
     seen, grads = dict(flatten(params)), dict(flatten(updates))
     step = _checked_step(state, rules, sites)
-    dense, masks = _at_start(state, rules, params)
-    pulled = {}
+    dense, masks, pulled = _dense(state, params), state.masks, {}
+    if masks:  # before the first update they are of the parameters, too
+      first = lambda: stored.init_state(_replaced(params, dense), rules)
+      masks = jax.lax.cond(state.count == 0, first, lambda: state.masks)
     for path, site in sites.items():
       at, mask = stored.current(site, step, masks)
       pulled[path] = site.recipe.pull_back(grads[path], dense[path], seen[path], at, mask)
@@ -149,22 +148,13 @@ def dense_params(params: Any, opt_state: Any) -> Any:
     params: the parameters, W~.
     opt_state: the optimizer's state, which holds a `SparseState`.
   """
-  state = sparse_state(opt_state)
-  begins = scalar(state.count) == 0  # the weights may have been loaded since
-  kept = dict(flatten(state.dense))
-  pick = lambda p, w: jnp.where(begins, w.astype(kept[p].dtype), kept[p]) if p in kept else w
-  return map_with_names(pick, params)
-
-
-def sparse_state(opt_state: Any) -> SparseState:
-  """Returns the one state of `nms.sparse` in an optimizer state; raises where there is not one."""
   found = states(opt_state, SparseState)
   if len(found) != 1:
     raise ValueError(
       f"the optimizer state holds {len(found)} states of nms.sparse, not one: make the optimizer "
       "by tx = nms.sparse(tx, rules) and pass the state of that tx."
     )
-  return found[0]
+  return _replaced(params, _dense(found[0], params))
 
 
 def states(opt_state: Any, *kinds: type) -> list[Any]:
@@ -270,14 +260,8 @@ def count_steps() -> optax.GradientTransformation:
   Give it no arguments. `nms.step_count` finds its count.
   """
 
-  def init(params):
-    del params
-    return CountStepsState(jnp.zeros((), jnp.int32))
-
-  def update(updates, state, params=None):
-    del params
-    return updates, CountStepsState(state.count + 1)
-
+  init = lambda params: CountStepsState(jnp.zeros((), jnp.int32))
+  update = lambda updates, state, params=None: (updates, CountStepsState(state.count + 1))
   return optax.GradientTransformation(init, update)
 
 
@@ -324,10 +308,9 @@ def _master(path: str, w: jax.Array) -> jax.Array:
 
 def _with_shardings_of(params: Any, rules: Rules) -> Rules:
   # A tracer does not tell how its array is sharded, and a TPU's kernel must know it.
-  known = lambda w: isinstance(w, jax.Array) and not isinstance(w, jax.core.Tracer)
-  shardings = jax.tree.map(lambda w: w.sharding if known(w) else None, params)
-  is_named = any(isinstance(s, NamedSharding) for s in jax.tree.leaves(shardings))
-  return rules.with_shardings(shardings) if is_named else rules
+  is_known = lambda w: isinstance(w, jax.Array) and not isinstance(w, jax.core.Tracer)
+  shardings = jax.tree.map(lambda w: w.sharding if is_known(w) else None, params)
+  return rules.with_shardings(shardings) if jax.tree.leaves(shardings) else rules
 
 
 def _checked_step(state: SparseState, rules: Rules, sites: Mapping[str, Site]) -> jax.Array:
@@ -336,10 +319,8 @@ def _checked_step(state: SparseState, rules: Rules, sites: Mapping[str, Site]) -
   Raises where that is known: while nothing is traced, and where the state is of other kernels.
   """
   same = (state.fingerprint == rules.fingerprint) & (state.count >= 0)
-  stateful = {path for path, site in sites.items() if site.recipe.stateful}
-  kernels = dict(flatten(state.dense)).keys(), stored.stored_masks(state.masks).keys()
   # Names of kernels are static, so this raises under jit, too.
-  others = kernels != (sites.keys(), stateful)
+  others = dict(flatten(state.dense)).keys() != sites.keys()
   if others or (not isinstance(same, jax.core.Tracer) and not bool(same)):
     raise ValueError(
       "the optimizer state was made by nms.sparse with other rules than these: go on with the "
@@ -348,18 +329,10 @@ def _checked_step(state: SparseState, rules: Rules, sites: Mapping[str, Site]) -
   return jnp.where(same, state.count, jnp.int32(-1))
 
 
-def _at_start(state: SparseState, rules: Rules, params: Any) -> tuple[dict[str, jax.Array], Any]:
-  """Returns W by path, and the stored masks; before the first update they are of the parameters.
-
-  These may have been loaded after `init`.
-  """
-  begins, now = state.count == 0, dict(flatten(params))
-  kept = dict(flatten(state.dense))
-  dense = {path: jnp.where(begins, now[path].astype(w.dtype), w) for path, w in kept.items()}
-  if not state.masks:
-    return dense, state.masks
-  first = lambda: stored.init_state(_replaced(params, dense), rules)
-  return dense, jax.lax.cond(begins, first, lambda: state.masks)
+def _dense(state: SparseState, params: Any) -> dict[str, jax.Array]:
+  """Returns W by path; before the first update, of parameters that may have been loaded since."""
+  begins, now = scalar(state.count) == 0, dict(flatten(params))
+  return {p: jnp.where(begins, now[p].astype(w.dtype), w) for p, w in flatten(state.dense)}
 
 
 def _replaced(tree: Any, new: Mapping[str, jax.Array]) -> Any:

@@ -56,7 +56,7 @@ def _measured(kernel: NMPacked, rows: int, turns: int) -> Timing:
     packed=packed,
     times=spent[dense] / packed,
     dense_bytes=4 * kernel.depth * kernel.features,
-    packed_bytes=of_one.sizes(kernel).total,
+    packed_bytes=kernel.nbytes,
     ways=f"{dense}; {way} {cpu.isa() if way == 'cpu_ffi' else ''}".rstrip(),
   )
 

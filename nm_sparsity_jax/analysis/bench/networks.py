@@ -16,6 +16,7 @@ import numpy as np
 
 from nm_sparsity_jax.analysis.bench import timing
 from nm_sparsity_jax.analysis.bench.timing import Found, Timing
+from nm_sparsity_jax.core.packed import NMPacked
 from nm_sparsity_jax.deploy import inference_tree
 from nm_sparsity_jax.models.t5 import T5Config
 from nm_sparsity_jax.trainer.workloads import Workload, decoding
@@ -52,7 +53,8 @@ def bench(
   Raises:
     ValueError: nothing is packed, or the network is of another kind.
   """
-  if not inference_tree.is_packed(tree):
+  is_packed = lambda x: isinstance(x, NMPacked)
+  if not any(map(is_packed, jax.tree.leaves(tree, is_leaf=is_packed))):
     raise ValueError("nothing is packed here: take the tree of inference_tree.pack_tree.")
   rows_of = inference_tree.rows_of(getattr(network, "config", None), batch, inputs)
   dense = jax.tree.map(_float32, inference_tree.unpack_tree(tree))
@@ -97,7 +99,7 @@ def _works(
   rng = np.random.default_rng(0)
   if isinstance(config, T5Config):
     ids = jnp.asarray(rng.integers(2, config.vocab_size, (batch, inputs)), jnp.int32)
-    made = ["prepared", "decoded"]
+    made = ["prepared", "cache"]
     # `start` runs the decoder for its shapes alone, and XLA leaves that out.
     read = lambda params: network.apply({"params": params}, ids, 1, mutable=made, method="start")[1]
     decoded = lambda params: decoding.greedy(network, params, ids, tokens, eos_id=_NEVER)[0]

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from nm_sparsity_jax.core.packed import choice
+from nm_sparsity_jax.core import installed
 from nm_sparsity_jax.core.text import format_table
 
 _SECONDS, _MOST = 0.02, 5  # a turn repeats a short call
@@ -78,7 +78,7 @@ class Found:
 def threads() -> int:
   """Returns how many threads XLA multiplies with: the cores of this process, or PJRT_NPROC."""
   cores = os.environ.get("PJRT_NPROC", "")
-  return int(cores) if cores else choice.cores()
+  return int(cores) if cores else installed.cores()
 
 
 def interleave(

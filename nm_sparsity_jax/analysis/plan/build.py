@@ -143,7 +143,7 @@ def workload_of(config: gin_files.Config) -> Any:
   if config.is_set("NETWORK"):
     network = config.value("NETWORK")
   elif config.is_set("MODEL"):
-    network = config.argument_of("MODEL", "module")
+    network = config.argument("module", "MODEL")
   else:
     return None
   if hasattr(network.config, "image_size"):

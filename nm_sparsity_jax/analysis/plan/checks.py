@@ -39,8 +39,7 @@ def _local(plan: Plan) -> None:
   if plan.config.program == "train":
     train.check(plan.run, train.settings_of(plan.config.settings("Run")))
     return
-  predicts = plan.config.program == "infer"
-  plan.config.argument("evaluation").check(plan.model, predicts=predicts)
+  plan.config.argument("evaluation")(plan.model)
 
 
 def _restore_settings(plan: Plan) -> Any:
@@ -60,8 +59,7 @@ def _data(plan: Plan) -> None:
 
   if module:
     gin_files.refuse_missing_module(module)
-  data.import_seqio(module)
-  task = data.mixture_or_task(name, module)
+  task = data.import_seqio(module).get_mixture_or_task(name)
   # A vocabulary in a bucket would have to be fetched first.
   vocabularies = [feature.vocabulary for feature in task.output_features.values()]
   in_a_bucket = any("://" in getattr(v, "sentencepiece_model_file", "") for v in vocabularies)
@@ -112,10 +110,8 @@ def restore(plan: Plan, path: str | None) -> dict[str, Any] | None:
   if not (name := newest or path or _named(plan)):
     return None
   network_config = getattr(plan.workload, "network_config", None)
-  stored = checkpoint.read(checkpoint.find(str(name)), plan.variables, network_config)
+  stored = checkpoint.read(str(name), plan.variables, network_config)
   if plan.config.program == "train":
-    if stored.packed is not None:
-      raise ValueError(f"{stored.path!r} is a packed file, which does not learn")
     _check_steps(plan, stored, newest is not None)
   part = {name: getattr(stored, name) for name in ("path", "format", "step", "sparse_step")}
   if plan.state is not None:

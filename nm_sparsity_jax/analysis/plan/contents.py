@@ -69,7 +69,7 @@ def rate(plan: Plan) -> dict[str, Any] | None:
   config, steps, offset = plan.config, plan.number("SPARSE_STEPS"), 0
   if config.program != "train" or not steps:
     return None
-  own = config.argument_of("OPTIMIZER", "learning_rate")
+  own = config.argument("learning_rate", "OPTIMIZER")
   if config.local:
     function = config.argument("learning_rate", "Run")
   elif isinstance(own, int | float):

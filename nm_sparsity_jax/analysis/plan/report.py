@@ -19,7 +19,6 @@ def plan(
   bindings: Sequence[str] = (),
   search_paths: Sequence[str | os.PathLike[str]] = (".",),
   checkpoint: str | None = None,
-  allow_unknown: bool = False,
   topology: str | None = None,
 ) -> dict[str, Any]:
   """Says what a run would do and what stands in its way, without running it.
@@ -42,7 +41,6 @@ def plan(
     bindings: overrides such as "PATTERN = '1:8'".
     search_paths: folders to look for gin files in, before the folder of this package.
     checkpoint: looks at this checkpoint instead of the one that the settings name.
-    allow_unknown: a macro among the overrides that nothing reads is a warning, not an error.
     topology: also compiles the train step for such TPUs, such as 'v5e:4x4'; needs libtpu.
 
   Returns:
@@ -50,10 +48,10 @@ def plan(
     'warnings' and 'notes', texts; and, as far as they can be known, 'program', 'kernels',
     'schedule', 'learning_rate', 'loss', 'cost', 'topology' and 'restore'.
   """
-  config = Config([*search_paths, folder()], gin_files, bindings, allow_unknown)
+  config = Config([*search_paths, folder()], gin_files, bindings)
   with config, warnings.catch_warnings():
     warnings.simplefilter("ignore")  # T5X warns when it is imported
-    made = Plan(config, [*config.errors], [*config.warnings])
+    made = Plan(config, [*config.errors])
     made.build()
     parts = _parts(made, checkpoint, topology)
     report = {

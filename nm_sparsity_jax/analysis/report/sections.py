@@ -50,8 +50,6 @@ _VARIANCES = {
   f"nm/{kind}/{share}": f"{title}, {share} weights"
   for kind, title in {
     "second_moment_var": "Variance of the second moment",
-    # A tag of its own: Adafactor keeps a small parameter's second moment whole, as Adam does.
-    "second_moment_var_factored": "Variance of Adafactor's factored second moment",
     "grad_abs_var": "Variance of the gradient's absolute value",
   }.items()
   for share in ("all", "kept")

@@ -19,7 +19,7 @@ from collections.abc import Mapping
 
 from nm_sparsity_jax.analysis.sweep.grid import Run, Sweep
 from nm_sparsity_jax.runs import lock
-from nm_sparsity_jax.runs.signals import Relay
+from nm_sparsity_jax.runs.signals import Signals
 
 
 def train(sweep: Sweep, environment: Mapping[str, str] | None = None) -> tuple[int, str | None]:
@@ -40,13 +40,9 @@ def train(sweep: Sweep, environment: Mapping[str, str] | None = None) -> tuple[i
   variables = dict(os.environ if environment is None else environment)
   # Half of what a run costs before its first step; runs that differ in the seed compile the same.
   variables.setdefault("JAX_COMPILATION_CACHE_DIR", str((sweep.out / ".xla").absolute()))
-  taken = (
-    f"{sweep.out}: another sweep is at work there, or a run that one left behind (process {{}}). "
-    "Wait until it ends, or end it; nothing is lost."
-  )
   count = lambda: f"{sum(run.is_done() for run in sweep.runs)} of {len(sweep.runs)} runs done"
   failed = 0
-  with lock.hold(sweep.out, taken.format) as held, Relay() as stop:
+  with lock.hold(sweep.out) as held, Signals() as stop:
     _say(f"{sweep.out}: {count()}")
     for run in sweep.runs:
       if run.is_done():  # by an earlier call
@@ -75,7 +71,7 @@ def _say(text: str) -> None:
 
 
 def _train_one(
-  sweep: Sweep, run: Run, variables: Mapping[str, str], held: lock.Lock, stop: Relay
+  sweep: Sweep, run: Run, variables: Mapping[str, str], held: int, stop: Signals
 ) -> str:
   """Trains a run in a process of its own; returns why it is not done, '' where it is."""
   command = [*sweep.command(run), f"--error-file={run.failure}"]
@@ -86,11 +82,10 @@ def _train_one(
     child = subprocess.Popen(
       [sys.executable, "-m", "nm_sparsity_jax.cli", *command],
       stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT,
-      env=dict(variables), start_new_session=True, pass_fds=[held.fileno()],
+      env=dict(variables), start_new_session=True, pass_fds=[held],
     )  # fmt: skip
-    held.note(child.pid)
-    with stop.to(child):
-      code = child.wait()
+    stop.relay(child)
+    code = child.wait()
   if code:
     how = f"by {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"
     return run.why_failed() or f"it was ended {how}; {log.name} may say more"

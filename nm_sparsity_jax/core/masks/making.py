@@ -94,12 +94,6 @@ def magnitude_mask(
   axes = _whole_groups(w.shape, axis, pattern.m)
   last = pattern.n if settles and n is not None else None
   kept = Kept(pattern.m, pattern.n if n is None else None, last)
-  return _magnitude_mask(w, n, parent, kept, axes)
-
-
-@functools.partial(jax.jit, inline=True, static_argnums=(3, 4))
-def _magnitude_mask(w, n, parent, kept, axes):
-  n = None if n is None else jnp.asarray(n, jnp.int32)
   return primitive.mask(w, kept, axes, n, parent)
 
 

@@ -1,6 +1,6 @@
 """The mask of a weight as one operation, which each platform carries out in its own way.
 
-    w, [n], [parent] -> nm_mask -> on a TPU `tpu.mask`, one pass; elsewhere `groupwise`
+    w, n, [parent] -> nm_mask -> on a TPU `tpu.mask`, one pass; elsewhere `groupwise`
 
 The way is chosen when the program is lowered, so one program serves CPU, GPU and TPU. A Pallas
 kernel cannot be partitioned by XLA. So it serves one device, and whole shards inside `shard_map`;
@@ -10,7 +10,6 @@ kernel cannot be partitioned by XLA. So it serves one device, and whole shards i
 from __future__ import annotations
 
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -23,12 +22,14 @@ from nm_sparsity_jax.core.masks.keys import ABSENT, magnitude_keys
 from nm_sparsity_jax.core.masks.selection import Kept
 
 
+# One program for each shape: the passes one by one would each write the whole weight.
+@functools.partial(jax.jit, inline=True, static_argnums=(1, 2))
 def mask(
   w: jax.Array,
   kept: Kept,
   axes: tuple[int, ...],
-  n: jax.Array | None = None,
-  parent: jax.Array | None = None,
+  n: jax.Array | int | None,
+  parent: jax.Array | None,
 ) -> jax.Array:
   """Returns the magnitude mask of a weight; no gradient flows through it.
 
@@ -42,7 +43,10 @@ def mask(
   Returns:
     bool, shape of `w`, True = kept.
   """
-  operands = _alike(lax.stop_gradient(w), *(x for x in (n, parent) if x is not None))
+  # A primitive takes no None: n is 0 where `kept` knows it, and no parent is left out.
+  n = jnp.asarray(0 if n is None else n, jnp.int32)
+  parents = () if parent is None else (parent,)
+  operands = _alike(lax.stop_gradient(w), n, *parents)
   return _mask.bind(*operands, kept=kept, axes=axes)
 
 
@@ -62,73 +66,47 @@ def _varying(aval) -> frozenset:
   return aval.vma if hasattr(aval, "vma") else aval.manual_axis_type.varying
 
 
-def groupwise(w, *rest, kept: Kept, axes: tuple[int, ...]):
+def groupwise(w, n, parent=None, *, kept: Kept, axes: tuple[int, ...]):
   """Returns the mask by elementwise passes and reductions within a group, for any dtype."""
-  n, parent = _named(rest, kept)
   if kept.last is not None:
     return lax.cond(
       n == kept.last,
-      lambda: groupwise(w, *rest[1:], kept=Kept(kept.m, kept.last), axes=axes),
-      lambda: groupwise(w, *rest, kept=Kept(kept.m), axes=axes),
+      lambda: groupwise(w, n, parent, kept=Kept(kept.m, kept.last), axes=axes),
+      lambda: groupwise(w, n, parent, kept=Kept(kept.m), axes=axes),
     )
   keys = magnitude_keys(w.reshape(selection.in_groups(w.shape, axes, kept.m)))
   if parent is not None:
     keys = jnp.where(parent.reshape(keys.shape), keys, keys.dtype.type(ABSENT))
-  return selection.select(keys, n, axes[0] + 1).reshape(w.shape)
-
-
-def _by_kernel(w, *rest, kept, axes):
-  n, parent = _named(rest, kept)
-  return tpu.mask(w, jnp.asarray(n, jnp.int32), parent, axes, kept)
-
-
-def _named(rest, kept: Kept) -> tuple[Any, Any]:
-  """Returns n, as known or as traced, and the parent or None."""
-  # A primitive takes no None, so what is not there is left out.
-  n, *parent = rest if kept.n is None else (kept.n, *rest)
-  return n, parent[0] if parent else None
+  return selection.select(keys, kept.n or n, axes[0] + 1).reshape(w.shape)
 
 
 _mask = Primitive("nm_mask")
-
-
-@functools.partial(jax.jit, static_argnames=("kept", "axes"))
-def _compiled(*args, kept, axes):
-  return _mask.bind(*args, kept=kept, axes=axes)
-
-
-@_mask.def_impl
-def _outside_jit(*args, kept, axes):
-  # One program for each shape: the passes of a mask one by one would each write the whole weight.
-  # Under `jax.disable_jit` the compiled one would come back here.
-  run = groupwise if jax.config.values["jax_disable_jit"] else _compiled
-  return run(*args, kept=kept, axes=axes)
+_mask.def_impl(groupwise)  # under `jax.disable_jit`: else `mask` is compiled
 
 
 @_mask.def_abstract_eval
-def _shape(w, *rest, kept, axes):
-  del rest, kept, axes
+def _shape(w, *_, kept, axes):
+  del kept, axes
   return w.update(dtype=jnp.dtype(bool), weak_type=False)
 
 
 def _batched(args, dims, *, kept, axes):
   """Moves the axis of a vmap to the front; a vmap over n itself goes group by group."""
-  if kept.n is None and dims[1] is not None:
+  if dims[1] is not None:
     return jax.vmap(functools.partial(groupwise, kept=kept, axes=axes), in_axes=dims)(*args), 0
   size = next(x.shape[d] for x, d in zip(args, dims, strict=True) if d is not None)
 
   def to_front(x, d):
     return jnp.broadcast_to(x, (size, *x.shape)) if d is None else jnp.moveaxis(x, d, 0)
 
-  whole = [kept.n is None and i == 1 for i in range(len(args))]  # one n holds for all
-  args = [x if w else to_front(x, d) for x, d, w in zip(args, dims, whole, strict=True)]
-  return _mask.bind(*args, kept=kept, axes=tuple(a + 1 for a in axes)), 0
+  w, *parents = (to_front(args[i], dims[i]) for i in range(len(args)) if i != 1)
+  return _mask.bind(w, args[1], *parents, kept=kept, axes=tuple(a + 1 for a in axes)), 0
 
 
 batching.primitive_batchers[_mask] = _batched
 
 _lower_groupwise = mlir.lower_fun(groupwise, multiple_results=False)
-_lower_kernel = mlir.lower_fun(_by_kernel, multiple_results=False)
+_lower_kernel = mlir.lower_fun(tpu.mask, multiple_results=False)
 
 
 def _lower_on_tpu(ctx, *args, kept, axes):

@@ -56,8 +56,6 @@ def select(keys: jax.Array, n: jax.Array | int, axis: int) -> jax.Array:
   m = keys.shape[axis]
   kth = functools.partial(kth_by_bisection, n=n, axis=axis)
   if isinstance(n, int):
-    if n == m:
-      return jnp.ones(keys.shape, bool)
     if n == 1:
       return _one_extreme(keys, axis, largest=True)
     if n == m - 1:

@@ -45,7 +45,7 @@ def serves(w: Any, kept: Kept, axes: tuple[int, ...]) -> bool:
     axes: the axes of the groups.
   """
   if not w.size:
-    return True
+    return False
   view = _View.of(w.shape, axes)
   longest = _LONGEST_SPREAD if kept.m % _ROWS > 0 and kept.m > _ROWS else _LONGEST
   return str(w.dtype) in _DTYPES and view.block(kept.m)[view.last] <= longest
@@ -54,10 +54,10 @@ def serves(w: Any, kept: Kept, axes: tuple[int, ...]) -> bool:
 def mask(
   w: jax.Array,
   n: jax.Array,
-  parent: jax.Array | None,
-  axes: tuple[int, ...],
-  kept: Kept,
+  parent: jax.Array | None = None,
   *,
+  kept: Kept,
+  axes: tuple[int, ...],
   interpret: bool = False,
 ) -> jax.Array:
   """Returns the magnitude mask of a weight, by one pass over it.
@@ -66,15 +66,13 @@ def mask(
     w: an array that `serves` accepts.
     n: how many to keep, an int32 scalar.
     parent: bool, shape of `w`, or None; see `masks.magnitude_mask`.
-    axes: the axes of the groups, adjacent and ascending.
     kept: what to keep.
+    axes: the axes of the groups, adjacent and ascending.
     interpret: run the kernel without a TPU.
 
   Returns:
     bool, shape of `w`, True = kept.
   """
-  if not w.size:
-    return jnp.zeros(w.shape, bool)
   view = _View.of(w.shape, axes)
   block = view.block(kept.m)
   arrays = [w] if parent is None else [w, parent.astype(jnp.int8)]
@@ -180,8 +178,6 @@ def _chosen(keys: jax.Array, kept: Kept, n) -> jax.Array:
   """Returns which keys [groups, m, ...] are among the n largest of their group."""
   m = kept.m
   index = lax.broadcasted_iota(jnp.int32, keys.shape, 1)
-  if kept.n == m:
-    return index >= 0
   if kept.n == 1:
     best = jnp.max(keys, axis=1, keepdims=True)
     return index == jnp.min(jnp.where(keys == best, index, m), axis=1, keepdims=True)

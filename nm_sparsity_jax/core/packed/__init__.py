@@ -9,16 +9,13 @@ The canonical layout is one for memory, files and backends; `array` knows it. `d
 from nm_sparsity_jax.core.packed.array import (  # fmt: skip
   MOST,
   NMPacked,
-  Sizes,
   check,
   like,
   pack,
-  sizes,
   unpack,
 )
 from nm_sparsity_jax.core.packed.dot import BACKENDS, nm_dot, prepare
 
 __all__ = [
-  "BACKENDS", "MOST", "NMPacked", "Sizes", "check", "like", "nm_dot", "pack",
-  "prepare", "sizes", "unpack",
+  "BACKENDS", "MOST", "NMPacked", "check", "like", "nm_dot", "pack", "prepare", "unpack",
 ]  # fmt: skip

@@ -1,6 +1,6 @@
 """A weight without its zeros: the canonical layout, and the way there and back on bits.
 
-    weight, pattern, Groups -> [pack] -> NMPacked -> [unpack] -> (depth, features), the same bits
+    weight (depth, features), pattern -> [pack] -> NMPacked -> [unpack] -> the same bits
 
 Everything here is numpy on bit patterns: no backend can flush a subnormal or merge two NaN.
 """
@@ -8,13 +8,11 @@ Everything here is numpy on bit patterns: no backend can flush a subnormal or me
 from __future__ import annotations
 
 import dataclasses
-import math
 from typing import Any
 
 import jax
 import numpy as np
 
-from nm_sparsity_jax.core.groups import Groups
 from nm_sparsity_jax.core.patterns import NM
 
 MOST = 256  # the longest group that an index of 8 bits reaches through
@@ -79,60 +77,35 @@ class NMPacked:
     """Returns the dtype of the weight with its zeros; that of int8 values is float32."""
     return np.dtype(np.float32) if self.scale is not None else np.dtype(self.values.dtype)
 
-
-@dataclasses.dataclass(frozen=True)
-class Sizes:
-  """Bytes of a packed weight, and of the same weight with its zeros in the dtype it unpacks to."""
-
-  total: int
-  dense: int
-
   @property
-  def ratio(self) -> float:
-    """Returns how many times smaller the packed weight is."""
-    return self.dense / max(self.total, 1)
+  def nbytes(self) -> int:
+    """Returns how many bytes it takes; its leaves may be shapes."""
+    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(self))
 
 
-def sizes(packed: NMPacked) -> Sizes:
-  """Returns what a packed weight takes; its leaves may be shapes.
-
-  >>> sizes(pack(np.zeros((8, 100), np.float32), NM(1, 4)))
-  Sizes(total=900, dense=3200)
-  """
-  total = sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(packed))
-  return Sizes(total, packed.depth * packed.features * packed.dtype.itemsize)
-
-
-def like(pattern: NM, groups: Groups, dtype: Any) -> NMPacked:
+def like(pattern: NM, shape: tuple[int, ...], dtype: Any) -> NMPacked:
   """Returns what `pack` would, with shapes and dtypes in place of arrays.
 
-  >>> like(NM(1, 4), Groups((8, 100), 0), np.float32).indices.shape
-  (1, 100)
+  >>> like(NM(1, 4), (8, 100), np.float32).nbytes
+  900
 
   Args:
     pattern: n:m.
-    groups: where the groups of the weight lie.
+    shape: of the weight, (depth, features).
     dtype: of the values.
   """
-  bits = width(pattern.m)
-  rows = -(-groups.length // pattern.m) * pattern.n
-  columns = math.prod(groups.shape) // max(groups.length, 1)
+  bits, (depth, columns) = width(pattern.m), shape
+  rows = -(-depth // pattern.m) * pattern.n
   array = lambda kind, *shape: jax.ShapeDtypeStruct(shape, np.dtype(kind))
   return NMPacked(
     array(dtype, rows, columns),
     array(np.uint8, -(-rows * bits // 8), columns),
     array(np.float32, columns) if np.dtype(dtype) == np.int8 else None,
-    *(pattern.n, pattern.m, groups.length, bits),
+    *(pattern.n, pattern.m, depth, bits),
   )
 
 
-def pack(
-  w: Any,
-  pattern: NM | str,
-  groups: Groups | None = None,
-  dtype: Any = None,
-  name: str = "the weight",
-) -> NMPacked:
+def pack(w: Any, pattern: NM | str, dtype: Any = None, name: str = "the weight") -> NMPacked:
   """Returns an n:m weight without its zeros, as numpy arrays. Nothing that is not zero is lost.
 
   -0.0 is zero and 1e-40 is not. A group with fewer than n entries that are not zero keeps zeros as
@@ -143,10 +116,9 @@ def pack(
   ([[5.0, 3.0]], [[1, 0]])
 
   Args:
-    w: what `finalize` returned for one parameter: float32, bfloat16 or float16.
+    w: what `finalize` returned for one parameter (depth, features): float32, bfloat16 or float16.
+      Its groups lie along axis 0, and the last one is padded.
     pattern: n:m, or its text.
-    groups: where the groups of w lie, as its place in the rules has them; the others of its axes
-      become columns, in their order. None: along axis 0, the last group padded.
     dtype: of the values; int8 rounds, with one scale for each column. None: that of w.
     name: of the parameter, for errors.
 
@@ -160,35 +132,26 @@ def pack(
       f"{name!r} of {w.dtype} cannot be packed as {kind}: take a weight of "
       f"{', '.join(DTYPES[:3])}, and values of these or int8."
     )
-  bits = width(pattern.m)
-  groups = Groups(w.shape, 0) if groups is None else groups
-  # Padded for a longer level of its recipe, a weight may end in groups that are padding alone.
-  groups = dataclasses.replace(groups, pad=-groups.length % pattern.m)
-  split = groups.split(w, pattern)
+  bits, (depth, columns) = width(pattern.m), w.shape
+  padded = np.pad(w, ((0, -depth % pattern.m), (0, 0)))
+  split = padded.reshape(len(padded) // pattern.m, pattern.m, columns)
   # By the bits: a signalling NaN would warn, and a library may have numpy flush subnormals.
   raw = split.view(f"u{w.dtype.itemsize}")
   used = (raw << np.asarray(1, raw.dtype)) != 0
-  count = used.sum(-1)
-  if (count > pattern.n).any():
-    first = int(np.argmax(count > pattern.n))
+  count = used.sum(1)
+  for group, column in np.argwhere(count > pattern.n)[:1]:
     raise ValueError(
-      f"{name!r} is not {pattern} along axis {groups.axis}: {count.flat[first]} of the {pattern.m} "
-      f"entries of the group that begins at {groups.start(first, pattern)} are not zero. "
+      f"{name!r} is not {pattern} along axis 0: {count[group, column]} of the {pattern.m} entries "
+      f"of the group that begins at ({group * pattern.m}, {column}) are not zero. "
       "Finalize it first (nms.finalize), or take the pattern that it has."
     )
   # What is not zero comes first, then -0.0, then the lowest index.
   last = (~used).astype(np.uint8) + (raw == 0)
-  places = np.sort(np.argsort(last, axis=-1, kind="stable")[..., : pattern.n], axis=-1)
-  values = np.take_along_axis(split, places, axis=-1)
-  at = groups.order.index(groups.axes[0])  # where `split` has the numbers of the groups
-
-  def matrix(x):
-    by_group = np.moveaxis(x, (at, -1), (0, 1))
-    return by_group.reshape(math.prod(by_group.shape[:2]), math.prod(by_group.shape[2:]))
-
-  values, scale = _cast(matrix(values), kind, name)
-  indices = squeeze(matrix(places.astype(np.uint8)), bits)
-  return NMPacked(values, indices, scale, pattern.n, pattern.m, groups.length, bits)
+  places = np.sort(np.argsort(last, axis=1, kind="stable")[:, : pattern.n], axis=1)
+  rows = len(split) * pattern.n, columns
+  values, scale = _cast(np.take_along_axis(split, places, axis=1).reshape(rows), kind, name)
+  indices = squeeze(places.astype(np.uint8).reshape(rows), bits)
+  return NMPacked(values, indices, scale, pattern.n, pattern.m, depth, bits)
 
 
 def unpack(packed: NMPacked) -> np.ndarray:

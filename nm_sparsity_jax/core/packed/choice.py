@@ -16,13 +16,13 @@ import bisect
 import functools
 import json
 import math
-import os
 import pathlib
 from collections.abc import Mapping
 from typing import Any
 
 import jax
 
+from nm_sparsity_jax.core import installed
 from nm_sparsity_jax.core.packed import cpu
 from nm_sparsity_jax.core.packed.array import NMPacked
 
@@ -36,12 +36,6 @@ _SIZES = (("", 1 << 21), (", medium", 1 << 17), (", small", 1 << 14), (", tiny",
 def table() -> dict[str, Any]:
   """Returns {"backends": {name: {"rows": rows of x, "speed": {m / n: ratio for each rows}}}}."""
   return json.loads(_TABLE.read_text("utf-8"))
-
-
-def cores() -> int:
-  """Returns how many cores this process may use."""
-  allowed = getattr(os, "sched_getaffinity", None)  # not there outside Linux
-  return len(allowed(0)) if allowed else os.cpu_count() or 1
 
 
 def speed(backend: str, packed: NMPacked, batch: int) -> float:
@@ -59,14 +53,12 @@ def speed(backend: str, packed: NMPacked, batch: int) -> float:
   """
   known = table()["backends"]
   name = f"cpu_ffi {cpu.isa()}" if backend == "cpu_ffi" else backend
-  if cores() > 1 and f"{name}, several cores" in known:
+  if installed.cores() > 1 and f"{name}, several cores" in known:
     name += ", several cores"
   kinds = [next(size for size, least in _SIZES if math.prod(packed.shape) >= least)]
   if packed.n > 1 and packed.m > 16:
     kinds.append(", wide groups")
   rows = [known[name + kind] for kind in kinds if name + kind in known]
-  if not rows and name in known:
-    rows = [known[name]]
   return min((_ratio(row, packed.m / packed.n, batch) for row in rows), default=0.0)
 
 
@@ -81,21 +73,19 @@ def _ratio(row: Mapping[str, Any], sparsity: float, batch: int) -> float:
   return min(ratios[below], ratios[above])
 
 
-def best(packed: NMPacked, batch: int, dense: bool, platform: str | None = None) -> str:
-  """Returns the backend that the table has as the fastest.
+def best(packed: NMPacked, batch: int, dense: bool) -> str:
+  """Returns the backend that the table has as the fastest on jax's default device.
 
   Args:
     packed: the weight.
     batch: rows of x in one call.
     dense: whether 'dense' may be the answer: the weight is unpacked once, outside jit.
-    platform: None for that of jax's default device.
   """
-  platform = jax.default_backend() if platform is None else platform
-  backends = []
-  if platform == "cpu":
-    backends = ["xla_scan"] if cpu.missing(packed) else ["xla_scan", "cpu_ffi"]
-  found = {backend: speed(backend, packed, batch) for backend in backends}
-  fastest = max(found, key=lambda name: found[name], default="unpack")
-  if not found.get(fastest):  # nothing is known: to make the weight first is a tenth as fast
-    fastest = "unpack"
-  return "dense" if dense and found.get(fastest, 0.0) < _FAIR else fastest
+  # Where nothing is known: to make the weight first is a tenth as fast as a dense product.
+  found = {"unpack": 0.0}
+  if jax.default_backend() == "cpu":
+    found["xla_scan"] = speed("xla_scan", packed, batch)
+    if not cpu.missing(packed):
+      found["cpu_ffi"] = speed("cpu_ffi", packed, batch)
+  fastest = max(found, key=found.__getitem__)
+  return "dense" if dense and found[fastest] < _FAIR else fastest

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import sys
 
 import jax
 import jax.numpy as jnp
@@ -41,8 +40,6 @@ def _registered() -> tuple[ctypes.CDLL | None, str]:
 def missing(packed: NMPacked | None = None) -> str:
   """Says why the kernels cannot be used, or not for this weight; '' where they can."""
   _, why = _registered()
-  if not why and sys.byteorder != "little":
-    why = "the kernels read little-endian numbers"
   if not why and packed is not None and packed.values.dtype.name not in VALUES:
     why = f"they take values of {', '.join(VALUES)}, not {packed.values.dtype}"
   return why

@@ -1,6 +1,6 @@
 """One configuration: gin files and overrides, read as T5X's programs read them.
 
-    files, bindings -> Config: values, errors, warnings
+    files, bindings -> Config: values, errors
 
 gin stops at its first error. `Config` notes a file or binding that fails, and reads the next.
 """
@@ -54,11 +54,9 @@ class Config:
     search_paths: folders to look for gin files in, first one first.
     files: gin files, in order.
     bindings: overrides such as "PATTERN = '1:8'", read after the files.
-    allow_unknown: an override that nothing reads is a warning.
 
   Attributes:
     errors: what is wrong with files and bindings.
-    warnings: overrides that nothing reads.
     program: 'train', 'evaluate' or 'infer'; None without a run file.
     local: True for a program of the local runner, False for one of T5X.
   """
@@ -68,12 +66,10 @@ class Config:
     search_paths: Sequence[str | os.PathLike[str]],
     files: Sequence[str],
     bindings: Sequence[str],
-    allow_unknown: bool = False,
   ):
     if gin is None:
       raise ModuleNotFoundError("gin files need gin: pip install gin-config")
     self.errors: list[str] = []
-    self.warnings: list[str] = []
     gin.clear_config()
     with _reading(search_paths):
       for file in files:
@@ -84,11 +80,7 @@ class Config:
     self._find_program()
     if not self.errors:  # else what is unset may be set in what could not be read
       self.errors += map(_ask_for, sorted(self._unset()))
-      found = _unread(map(_name, bindings))
-      if allow_unknown:
-        self.warnings += found
-      else:
-        self.errors += [f"{said}. Or let it pass: --allow-unknown" for said in found]
+      self.errors += _unread(binding.partition("=")[0].strip() for binding in bindings)
 
   def _read(self, what: str, parse: Callable[[str], Any]) -> None:
     """Reads a file or a binding; notes an error where that fails."""
@@ -162,30 +154,28 @@ class Config:
       raise Unset(_ask_for(name))
     return self._make((self._macro(name) or {})["value"])
 
-  def get(self, name: str, default: Any = None) -> Any:
-    """Returns the value of a macro, or `default` if it has none or cannot be made."""
+  def get(self, name: str) -> Any:
+    """Returns the value of a macro; None where it has none or cannot be made."""
     try:
       return self.value(name)
     except Exception:
-      return default
+      return None
 
   def put(self, name: str, value: Any) -> None:
     """Sets a macro, for all values made afterwards."""
     self._table[name, "gin.macro"]["value"] = value
 
   def argument(self, name: str, of: str | None = None) -> Any:
-    """Returns an argument of the program, or of another function `of`; None where none is bound."""
-    return self._make(self._bound(of or self.program).get(name))
-
-  def argument_of(self, macro: str, name: str) -> Any:
-    """Returns an argument of the function that a macro calls; None where none is bound.
+    """Returns an argument of a function; None where none is bound.
 
     Args:
-      macro: such as OPTIMIZER = @optimizers.adamw().
       name: of the argument.
+      of: the function, or a macro that calls one, such as OPTIMIZER = @optimizers.adamw(); None =
+        the program.
     """
-    value = (self._macro(macro) or {}).get("value")
-    return self._make(self._bound_by(value).get(name)) if _is_reference(value) else None
+    called = (self._macro(of or "") or {}).get("value")
+    bound = self._bound_by(called) if _is_reference(called) else self._bound(of or self.program)
+    return self._make(bound.get(name))
 
   def _make(self, value: Any) -> Any:
     if missing := self._needs(value):
@@ -195,6 +185,7 @@ class Config:
   def _bound(self, function: str | None) -> dict[str, Any]:
     """Returns the arguments of a function by its name without a module."""
     found: dict[str, Any] = {}
+    # gin knows a function by the module that a file imported it from; here its name is enough.
     for (scope, selector), bound in self._table.items():
       if not scope and selector.split(".")[-1] == function:
         found |= bound
@@ -274,10 +265,6 @@ def _is_reference(value: Any) -> bool:
   return isinstance(value, gin.ConfigurableReference)
 
 
-def _name(binding: str) -> str:
-  return binding.partition("=")[0].strip()
-
-
 def message(error: BaseException) -> str:
   """Returns the text of an error as one line, without gin's account of the calls that led there."""
   text = " ".join(str(error).partition("In call to configurable")[0].split())
@@ -293,9 +280,6 @@ _EXAMPLES = {
   "OPTIMIZER": "an optimizer file does that, such as --gin_file=gin_configs/runs/local_adamw.gin "
   "(of images local_images_adamw.gin, of T5X t5x_adamw.gin)",
   **dict.fromkeys(("NETWORK", "VOCABULARY", "MODEL"), "a model file does that (--gin_file=...)"),
-  "RECIPE": "--gin.RECIPE=\"'mdgf_exponential'\"",
-  "PATTERN": "--gin.PATTERN=\"'1:8'\"",
-  "TASK_FEATURE_LENGTHS": "--gin.TASK_FEATURE_LENGTHS=\"{'inputs': 512, 'targets': 128}\"",
   "ROW": "--gin.ROW=\"'...'\", a row that `nm-sparsity rows` lists",
 }
 

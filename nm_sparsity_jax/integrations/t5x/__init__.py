@@ -27,7 +27,6 @@ from nm_sparsity_jax.integrations.t5x.restore import (
   owes_evaluation,
   require_sparse,
   resume_sparse,
-  start,
 )
 from nm_sparsity_jax.integrations.t5x.trainer import SparseTrainer, loss_scale, sparse_train_step
 
@@ -44,5 +43,4 @@ __all__ = [
   "resume_sparse",
   "sparse",
   "sparse_train_step",
-  "start",
 ]

@@ -33,7 +33,6 @@ class Ahead:
     batch: name -> shape and dtype of a batch.
     partitions: devices that share each weight; the others share the batch.
     microbatches: parts of the batch in a train step.
-    **options: more arguments of `SparseTrainer`.
 
   Attributes:
     state: T5X's train state, as shapes.
@@ -49,7 +48,6 @@ class Ahead:
     batch: Mapping[str, jax.ShapeDtypeStruct],
     partitions: int = 1,
     microbatches: int | None = None,
-    **options: Any,
   ):
     self._batch = dict(batch)
     mesh = Mesh(np.reshape(devices, (-1, partitions)), ("data", "model"))
@@ -74,9 +72,8 @@ class Ahead:
       summary_dir=None,
       train_state_axes=self.axes,
       rng=jax.random.PRNGKey(0),
-      learning_rate_fn=lambda step: jnp.float32(1e-3),
+      learning_rate_fn=lambda step: jnp.float32(1e-3),  # any: nothing is run
       num_microbatches=microbatches if microbatches and microbatches > 1 else None,
-      **options,
     )
 
   def train_step(self) -> jax.stages.Lowered:

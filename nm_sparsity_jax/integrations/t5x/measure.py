@@ -20,7 +20,7 @@ from typing import Any
 import jax
 from flax import traverse_util
 from flax.core import unfreeze
-from t5x import adafactor, trainer, utils
+from t5x import optimizers, trainer, utils
 
 from nm_sparsity_jax.training import metrics
 
@@ -51,17 +51,15 @@ def programs(run: Any) -> tuple[Any, Any]:
       nm/n/<rule>, nm/m/<rule>               the pattern, where all kernels of the rule share it
       nm/flip_rate/{all,kept}                from the masks before the update to those after
       nm/grad_abs_var/{all,kept}             of the step's gradient without SR-STE's term
-      nm/second_moment_var/{all,kept}        of Adam's v, this gradient included
-      nm/second_moment_var_factored/...      in its place under Adafactor: of the row times column
-                                             estimate that it divides by
+      nm/second_moment_var/{all,kept}        of the v of optax's optimizers, this gradient included
 
-  All but flips and gradients can be had again from a checkpoint of that step. Where the optimizer
-  keeps no second moment there is no name for it.
+  All but flips and gradients can be had again from a checkpoint of that step. T5X's Adafactor keeps
+  factors of v in a form of its own, so it has no name for it.
 
   Args:
     run: `SparseTrainer`; gradients are taken by its model, its keys and its microbatches.
   """
-  model, axes, per_place = run._model, run._train_state_axes, run.metrics_per_place
+  model, axes = run._model, run._train_state_axes
   partition, batch_spec = run._partitioner.partition, run._partitioner.data_partition_spec
   rules = model.stored_rules
   by_path = traverse_util.flatten_dict(unfreeze(axes.params), sep="/")
@@ -79,36 +77,12 @@ def programs(run: Any) -> tuple[Any, Any]:
 
   def after(train_state, seen):
     params, (step, state) = train_state.params, model.read(train_state.flax_mutables)
-    moments = second_moments(model.optimizer_def, train_state, rules)
-    return metrics.summary(params, rules, step, state, None, moments, seen, per_place=per_place)
+    # `metrics` finds second moments in optax states alone.
+    is_optax = isinstance(model.optimizer_def, optimizers.OptaxWrapper)
+    moments = metrics.second_moments(train_state.param_states, params) if is_optax else None
+    return metrics.summary(params, rules, step, state, moments, seen)
 
   return (
     partition(before, in_axis_resources=(axes, batch_spec), out_axis_resources=seen_spec),
     partition(after, in_axis_resources=(axes, seen_spec), out_axis_resources=None),
   )
-
-
-def second_moments(optimizer_def, train_state, rules) -> Any:
-  """Returns second moments for `metrics.summary`: an optax state, or T5X's Adafactor rebuilt."""
-  states = train_state.param_states
-  if not isinstance(optimizer_def, adafactor.Adafactor):
-    return states
-  kept = traverse_util.flatten_dict(unfreeze(states), sep="/")
-  places = rules.assign(train_state.params).places
-  dims = {path: factored_dims(optimizer_def, path, p.shape) for path, p in places.items()}
-  nu = {path: estimate(kept[path], d) for path, d in dims.items()}
-  return metrics.SecondMoments(nu, [path for path, factored in dims.items() if factored])
-
-
-def factored_dims(optimizer_def, path, shape):
-  """Returns (axes of the rows, axes of the columns) by which Adafactor factors, or None."""
-  settings = optimizer_def.hyper_params  # T5X keeps how it factors to itself
-  rule = settings.factor_map[path] if settings.factor_map else adafactor.HEURISTIC_RULE
-  rule = rule if settings.factored else None
-  dims = optimizer_def._parse_rule(rule, shape, path)[1]
-  return optimizer_def._factored_dims(shape) if dims is adafactor.HEURISTIC_RULE else dims
-
-
-def estimate(kept, dims):
-  """Returns v as Adafactor divides by it: whole, or the outer product of its means."""
-  return metrics.adafactor_estimate(kept.v_row, kept.v_col, *dims) if dims else kept.v

@@ -68,7 +68,7 @@ class SparseModel(models.BaseTransformerModel):
   def with_rules(self, rules: Rules) -> SparseModel:
     """Returns the same model with other rules."""
     other = copy.copy(self)
-    other.rules, other.made = rules, {}
+    other.rules, other.made = rules, {}  # shapes are known from `get_initial_variables` on
     other._store(rules)
     return other
 
@@ -134,12 +134,7 @@ class SparseModel(models.BaseTransformerModel):
 
   def read(self, flax_mutables) -> tuple[jax.Array, State]:
     """Returns the step and the stored masks in `flax_mutables`."""
-    mine = (flax_mutables or {}).get(COLLECTION)
-    if mine is None:
-      raise ValueError(
-        f"no {COLLECTION!r} in flax_mutables, so the sparse step is unknown: pass "
-        "flax_mutables=train_state.flax_mutables, as T5X does."
-      )
+    mine = flax_mutables[COLLECTION]
     # Under jit no value can be looked at. Other rules give step -1 there, so every loss is NaN.
     same = jnp.all(mine["rules"] == jnp.asarray(self._text))
     step = jnp.where(same, mine["step"], jnp.int32(-1))

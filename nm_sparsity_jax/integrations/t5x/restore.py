@@ -9,11 +9,9 @@ checkpoint -> [require_sparse, resume_sparse: its structure]
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 import sys
-import warnings
 from collections.abc import Mapping
 
 import jax
@@ -24,8 +22,7 @@ from etils import epath
 from t5x import state_utils, utils
 
 from nm_sparsity_jax.integrations import gin_files
-from nm_sparsity_jax.runs import checkpoint as checkpoints
-from nm_sparsity_jax.runs import checkpoint_rules, folders
+from nm_sparsity_jax.runs import folders
 from nm_sparsity_jax.training import layers
 
 
@@ -162,21 +159,6 @@ def absolute(path):
   if not path or "://" in path:
     return path
   return os.path.abspath(os.path.expanduser(path))
-
-
-def start(path, run=None):
-  """Returns INITIAL_CHECKPOINT_PATH as T5X takes it; warns of one that is not finalized.
-
-  Args:
-    path: of the checkpoint; None = none.
-    run: MODEL_DIR; one with checkpoints does not look at the path any more.
-  """
-  path = absolute(path)
-  if path and not owes_evaluation(run):
-    with contextlib.suppress(Exception):  # T5X says what is wrong with a checkpoint
-      if said := checkpoint_rules.check_start(checkpoints.read(path)):
-        warnings.warn(f"INITIAL_CHECKPOINT_PATH: {said}", stacklevel=2)
-  return path
 
 
 def get_dataset(cfg, shard_id, num_shards, feature_converter_cls, *, model_dir: str, **kwargs):

@@ -12,7 +12,6 @@ import functools
 
 import jax
 import jax.numpy as jnp
-from clu import asynclib
 from flax.core import freeze
 from t5x import losses, optimizers, trainer, utils
 
@@ -39,7 +38,6 @@ class SparseTrainer(trainer.Trainer):
     pretrained_steps: the global step at which the sparse run starts, to be checked; None = any.
     metrics_every: after every so many sparse steps `measure` takes what `metrics.summary` names,
       which is written under that step; None or 0 = never. The train step stays the same program.
-    metrics_per_place: also the density of each sparse kernel.
     train_steps: the global step at which T5X ends the run, to be checked; None = any.
     train_steps_relative: T5X's TRAIN_STEPS_RELATIVE, which is refused.
     **kwargs: as of T5X's trainer.
@@ -54,21 +52,19 @@ class SparseTrainer(trainer.Trainer):
     train_state_axes,
     pretrained_steps: int | None = None,
     metrics_every: int | None = None,
-    metrics_per_place: bool = False,
     train_steps: int | None = None,
     train_steps_relative: int | None = None,
     **kwargs,
   ):
-    self.metrics_every, self.metrics_per_place = metrics_every, metrics_per_place
-    self._writes = asynclib.Pool(thread_name_prefix="Samples", max_workers=1)
+    self.metrics_every = metrics_every
     if train_state is not None:
+      # A checkpoint of this run knows where the run began; a new run begins at T5X's global step.
       start = int(utils.get_local_data(train_state.flax_mutables[COLLECTION]["start"]))
       if is_new := start == UNKNOWN:
         start = int(utils.get_local_data(train_state.step))
       checkpoint_rules.check_steps(
         model.rules, start, pretrained_steps, train_steps, train_steps_relative
       )
-      _warn_of_offset(model.optimizer_def, start)
       if is_new:
         train_state = _begin(model, train_state, train_state_axes, partitioner, start)
     if train_state_axes is not None:  # before T5X traces the step
@@ -122,7 +118,7 @@ class SparseTrainer(trainer.Trainer):
     def sampled(train_state, batch):
       nonlocal mine, step
       mine, step = mine + 1, step + 1
-      if mine % every:
+      if mine % every:  # by far the most steps
         return plain(train_state, batch)
       seen = before(train_state, batch)  # the step takes the memory of its train state
       new, found = plain(train_state, batch)
@@ -134,16 +130,8 @@ class SparseTrainer(trainer.Trainer):
       done = super().train(batch_iter, num_steps, start_step)
     finally:
       self._compiled_train_step = compiled
-    # In the background, since writing waits until the device has made the samples.
-    self._writes(measure.write)(samples, self.train_metrics_manager.write_scalars)
+    measure.write(samples, self.train_metrics_manager.write_scalars)
     return done
-
-  def close(self):
-    """Writes what is left, and stops T5X's threads."""
-    try:
-      self._writes.close()
-    finally:
-      super().close()
 
 
 def sparse_train_step(
@@ -187,6 +175,7 @@ def sparse_train_step(
     weight_metrics_computer,
     other_state_variables={"flax_mutables": flax_mutables},
   )
+  # An optimizer may have skipped the update, as for gradients that are not finite.
   step = step + _applied(model.optimizer_def, train_state, new)
   # Without the term: snip scores |g * W|.
   state = update_state(state, new.params, rules, step, grads, grads_at=params)
@@ -226,16 +215,6 @@ def _applied(optimizer_def, before, after):
     except ValueError:  # a chain without a count
       pass
   return jnp.int32(1)
-
-
-def _warn_of_offset(optimizer_def, start):
-  offset = getattr(getattr(optimizer_def, "hyper_params", None), "step_offset", start)
-  if offset != start and jax.process_index() == 0:
-    print(
-      f"warning: Adafactor has step_offset={offset}, but its moments start at step {start}: name "
-      "the model file before the run file, or adafactor.Adafactor.step_offset = %PRETRAINED_STEPS",
-      flush=True,
-    )
 
 
 def _begin(model, train_state, axes, partitioner, start):

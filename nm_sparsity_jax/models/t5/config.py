@@ -9,8 +9,6 @@ import jax.numpy as jnp
 from flax import struct
 from flax.typing import Dtype
 
-from nm_sparsity_jax.training.rules import Rules
-
 # emb_dim, num_heads, layers of encoder and of decoder, head_dim, mlp_dim
 SIZES = {
   "t5_1_1": {
@@ -36,7 +34,7 @@ _VOCABULARY = 32128  # T5's 32,000 pieces and 100 sentinels, rounded up to a mul
 
 @struct.dataclass
 class T5Config:
-  """Sizes and choices of a T5; the fields of T5X's `T5Config`, and those from `rules` on.
+  """Sizes and choices of a T5; the fields of T5X's `T5Config`, and those from `remat_policy` on.
 
   >>> T5Config.t5_1_1("small", dropout_rate=0.0).mlp_activations
   ('gelu', 'linear')
@@ -50,17 +48,15 @@ class T5Config:
     num_decoder_layers: layers of the decoder.
     head_dim: width of a head.
     mlp_dim: width of the feed-forward block.
-    mlp_activations: one for each of its input projections; see `layers.MlpBlock`.
+    mlp_activations: one for each of its input projections: 'linear', the name of a function in
+      flax.linen, or a function.
     dropout_rate: of every dropout.
     logits_via_embedding: the logits come from the token embedding (T5.1.0), not from a projection
       of their own (T5.1.1).
     float32_attention_logits: compute attention logits in float32 whatever `dtype` is.
-    rules: what is sparse, and how; None = dense.
     remat_policy: what the backward pass finds stored. 'none': everything; 'minimal': products
-      with weights, and N:M masks; 'nm_masks': N:M masks only; 'full': nothing, all of a layer is
-      computed again.
-    scan_layers: scan over the layers of a stack, which stacks their parameters.
-    param_scan_axis: along which axis.
+      with weights; 'full': nothing, all of a layer is computed again.
+    scan_layers: scan over the layers of a stack, which stacks their parameters along axis 1.
   """
 
   vocab_size: int
@@ -75,10 +71,8 @@ class T5Config:
   dropout_rate: float = 0.1
   logits_via_embedding: bool = False
   float32_attention_logits: bool = False
-  rules: Rules | None = None
   remat_policy: str = "none"
   scan_layers: bool = False
-  param_scan_axis: int = 1
 
   @classmethod
   def t5_1_1(cls, size: str, **overrides: Any) -> T5Config:

@@ -13,24 +13,18 @@ from collections.abc import Iterable, Iterator, Mapping
 
 import numpy as np
 
-__all__ = ["Batch", "Source", "batch_of"]
+from nm_sparsity_jax.trainer.workloads.base import Batch, filled
 
-Batch = dict[str, np.ndarray]
+__all__ = ["Batch", "Source", "batch_of"]
 
 
 class Source(abc.ABC):
   """Images with one label each. Subclass it for data of your own.
 
   Attributes:
-    classes: how many labels there are; a label is below.
-    size: height and width of an image.
-    channels: of an image.
     batch_size: images of a batch, in training and in a split.
   """
 
-  classes: int
-  size: int
-  channels: int = 3
   batch_size: int
 
   @abc.abstractmethod
@@ -57,10 +51,6 @@ def batch_of(images: np.ndarray, labels: np.ndarray, size: int) -> Batch:
     labels: int32 [rows].
     size: rows of the batch.
   """
-  rows = len(images)
-  fill = lambda x: np.concatenate([x, np.zeros((size - rows, *x.shape[1:]), x.dtype)])
-  return {
-    "image": fill(images.astype(np.float32, copy=False)),
-    "label": fill(labels.astype(np.int32, copy=False)),
-    "real": (np.arange(size) < rows).astype(np.int32),
-  }
+  real = np.ones(len(images), np.int32)
+  batch = {"image": images.astype(np.float32), "label": labels.astype(np.int32), "real": real}
+  return filled(batch, size)

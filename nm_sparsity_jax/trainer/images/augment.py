@@ -1,11 +1,8 @@
 """What happens to an image that was read: a crop, a flip, RandAugment, an erased box.
 
-    picture, its own random stream -> [training] -> uint8 [size, size, 3]
-    picture                        -> [centered] -> uint8 [size, size, 3]
-    uint8 -> [normalized] -> float32, by ImageNet's mean and deviation
-
-A random stream is numpy's Philox of (seed, position), so an image of a batch is a function of
-these.
+picture, its own random stream -> [training] -> uint8 [size, size, 3]
+picture                        -> [centered] -> uint8 [size, size, 3]
+uint8 -> [normalized] -> float32, by ImageNet's mean and deviation
 """
 
 from __future__ import annotations
@@ -21,15 +18,6 @@ DEVIATION = np.array([0.229, 0.224, 0.225], np.float32)
 _KEPT = 0.875  # of the shorter side, which an evaluation looks at
 _ERASED = 0.02, 1 / 3  # share of the area, as in timm
 _BICUBIC, _FLIP = 3, 0  # Pillow's numbers
-
-
-def stream(*key: int) -> np.random.Generator:
-  """Returns a random stream of its own for a key, such as (seed, position).
-
-  Args:
-    *key: whole numbers from 0 on.
-  """
-  return np.random.Generator(np.random.Philox(np.random.SeedSequence(key)))
 
 
 def training(

@@ -1,10 +1,8 @@
 """Images that are read by their number: a folder, or a prepared set of TensorFlow Datasets.
 
-    DATA -> [find] -> Source
-    position in the endless stream -> (epoch, place) -> its permutation -> number -> picture
-    (seed, position) -> the random stream of the picture
+    DATA -> [find] -> Source -> tables of examples -> grain: shuffled, augmented, batched
 
-So batch i is a function of (seed, i), whoever reads it.
+grain makes batch i a function of (seed, i), whoever reads it.
 """
 
 # pyright: reportMissingImports=false
@@ -15,7 +13,6 @@ import abc
 import contextlib
 import dataclasses
 import functools
-import itertools
 import os
 import pathlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -30,41 +27,25 @@ from nm_sparsity_jax.trainer.images import augment, rebus
 SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp")
 
 
-def find(
-  data: Any,
-  size: int,
-  batch_size: int = 128,
-  folder: str | None = None,
-  rand_augment: str | None = None,
-  random_erasing: float = 0.0,
-  crop: float | None = None,
-  workers: int = 0,
-) -> images.Source:
+def find(data: Any, batch_size: int = 128, **how: Any) -> images.Source:
   """Returns the images that DATA names.
 
-      find("rebus", size=16)
+      find("rebus")
       find("/data/pets", size=224)  # train/CLASS/*.jpg and validation/CLASS/*.jpg
       find("cifar10", size=224)     # prepared by TensorFlow Datasets
 
   Args:
     data: 'rebus'; 'cifar10', 'imagenet2012' or another data set of TensorFlow Datasets; a folder,
       with a '/' in its name; or a `Source`, which is returned as it is [DATA].
-    size: height and width of an image; rebus has its own [IMAGE_SIZE].
     batch_size: images of a batch [BATCH_SIZE].
-    folder: where prepared data sets are looked for; None = TFDS_DATA_DIR, else
-      ~/tensorflow_datasets [DATA_DIR].
-    rand_augment: timm's words, such as 'rand-m15-n2'; None = none [RAND_AUGMENT].
-    random_erasing: probability that a box of an image is erased [RANDOM_ERASING].
-    crop: least share of an image's area that a random crop shows; None = no crop [RANDOM_CROP].
-    workers: processes that read and augment; 0 = this one [DATA_WORKERS].
+    **how: the attributes of `Indexed`; rebus has none of them.
   """
   if not isinstance(data, str | os.PathLike):
     return data
   if data == "rebus":
     return rebus.Rebus(batch_size)
   path = os.path.expanduser(data)
-  how = (path, size, batch_size, crop, random_erasing, workers, rand_augment)
-  return Folder(*how) if "/" in path else Tfds(*how, folder=folder)
+  return (Folder if "/" in path else Tfds)(path, batch_size=batch_size, **how)
 
 
 @dataclasses.dataclass(eq=False)
@@ -73,28 +54,31 @@ class Indexed(images.Source):
 
   Attributes:
     data: the folder, or the name of the data set [DATA].
-    size: height and width of an image.
+    size: height and width of an image [IMAGE_SIZE].
     batch_size: images of a batch.
-    crop: see `augment.training` [RANDOM_CROP].
-    erasing: see `augment.training` [RANDOM_ERASING].
+    folder: where prepared data sets are looked for; None = TFDS_DATA_DIR, else
+      ~/tensorflow_datasets [DATA_DIR].
+    crop: least share of an image's area that a random crop shows; None = no crop [RANDOM_CROP].
+    random_erasing: probability that a box of an image is erased [RANDOM_ERASING].
+    rand_augment: timm's words, such as 'rand-m15-n2'; None = nothing [RAND_AUGMENT].
     workers: processes of grain that read ahead; 0 = this one [DATA_WORKERS].
-    rand: see `rand_augment.parse`; None = nothing [RAND_AUGMENT].
   """
 
   data: str
   size: int
   batch_size: int = 128
+  folder: str | None = None
   crop: float | None = None
-  erasing: float = 0.0
+  random_erasing: float = 0.0
+  rand_augment: str | None = None
   workers: int = 0
-  rand: str | None = None
 
   def __post_init__(self):
     self._augment = None
-    if self.rand is not None:
+    if self.rand_augment is not None:
       from nm_sparsity_jax.trainer.images import rand_augment  # Pillow, of the extra `vision`
 
-      self._augment = rand_augment.parse(self.rand)
+      self._augment = rand_augment.parse(self.rand_augment)
 
   @property
   @abc.abstractmethod
@@ -111,36 +95,30 @@ class Indexed(images.Source):
 
   def train(self, seed: int, start: int) -> Iterator[images.Batch]:
     """Returns endless batches; batch i is a function of (seed, i)."""
-    make = functools.partial(self._batch, seed)
-    if not self.workers:
-      yield from map(make, itertools.count(start))
     import grain
     from absl import flags
 
-    if not flags.FLAGS.is_parsed():  # grain's own flags, which have their defaults then
-      flags.FLAGS.mark_as_parsed()
-    # Workers take numbers of batches, not images: a batch is what depends on (seed, i) alone.
-    numbers = grain.MapDataset.range(start, 2**62).map(make).to_iter_dataset()
-    options = grain.MultiprocessingOptions(num_workers=self.workers, per_worker_buffer_size=2)
+    examples = grain.MapDataset.source(self.tables["train"]).seed(seed).shuffle().repeat()
+    batches = examples.random_map(self._drawn).batch(self.batch_size, batch_fn=self._joined)
+    # By default grain holds 500 batches.
+    read = batches[start:].to_iter_dataset(grain.ReadOptions(num_threads=0, prefetch_buffer_size=0))
+    if self.workers:
+      if not flags.FLAGS.is_parsed():  # grain's own flags, which have their defaults then
+        flags.FLAGS.mark_as_parsed()
+      read = read.mp_prefetch(grain.MultiprocessingOptions(self.workers, per_worker_buffer_size=2))
     # Workers that are not closed leave shared memory behind.
-    with contextlib.closing(iter(numbers.mp_prefetch(options))) as batches:
-      yield from batches
+    with contextlib.closing(iter(read)) as found:
+      yield from found
 
   def splits(self) -> Mapping[str, Iterable[images.Batch]]:
     """Returns each split but 'train'."""
     return {name: self._split(table) for name, table in self.tables.items() if name != "train"}
 
-  def _batch(self, seed: int, number: int) -> images.Batch:
-    """Returns a training batch."""
-    table, found = self.tables["train"], []
-    for position in range(number * self.batch_size, (number + 1) * self.batch_size):
-      epoch, place = divmod(position, len(table))
-      picture, label = self.read(table[int(_order(seed, epoch, len(table))[place])])
-      rng = augment.stream(seed, position, 1)  # 0 is the permutation's
-      found.append(
-        (augment.training(picture, self.size, rng, self.crop, self.erasing, self._augment), label)
-      )
-    return self._joined(found)
+  def _drawn(self, example: Any, rng: np.random.Generator) -> tuple[np.ndarray, int]:
+    """Returns an example as training sees it, by the random stream of its position."""
+    picture, label = self.read(example)
+    how = self.crop, self.random_erasing, self._augment
+    return augment.training(picture, self.size, rng, *how), label
 
   def _split(self, table: Sequence[Any]) -> Iterator[images.Batch]:
     for start in range(0, len(table), self.batch_size):
@@ -154,28 +132,13 @@ class Indexed(images.Source):
     return images.batch_of(pixels, np.array(labels), self.batch_size)
 
 
-@functools.lru_cache(maxsize=4)  # of ImageNet's million, drawn once an epoch
-def _order(seed: int, epoch: int, count: int) -> np.ndarray:
-  return augment.stream(seed, epoch, 0).permutation(count)
-
-
 class Folder(Indexed):
   """Images in folders: PATH/train/CLASS/*.jpg, PATH/validation/CLASS/*.jpg.
 
-      Folder("/data/pets", size=224, batch_size=128, crop=0.08)
+      find("/data/pets", size=224, batch_size=128, crop=0.08)
 
   Classes are the folders of 'train' in alphabetical order. Every other folder is a split.
   """
-
-  @functools.cached_property
-  def names(self) -> tuple[str, ...]:
-    """Returns the classes."""
-    return tuple(path.name for path in sorted(pathlib.Path(self.data).glob("train/*/")))
-
-  @property
-  def classes(self) -> int:  # type: ignore[override]
-    """Returns how many classes there are."""
-    return len(self.names)
 
   @functools.cached_property
   def tables(self) -> Mapping[str, Sequence[tuple[pathlib.Path, int]]]:
@@ -189,12 +152,13 @@ class Folder(Indexed):
         f"DATA={self.data!r} has no images train/CLASS/*{'|'.join(SUFFIXES)}: put them there, "
         "and others into validation/CLASS/."
       )
+    names = sorted({path.parts[-2] for path in files if path.parts[-3] == "train"})
     tables: dict[str, list[tuple[pathlib.Path, int]]] = {}
     for path in files:
       split, name = path.parts[-3:-1]
-      if name not in self.names:
+      if name not in names:
         raise ValueError(f"DATA: {path} is of a class that 'train' lacks.")
-      tables.setdefault(split, []).append((path, self.names.index(name)))
+      tables.setdefault(split, []).append((path, names.index(name)))
     return tables
 
   def read(self, example: tuple[pathlib.Path, int]) -> tuple[Any, int]:
@@ -209,53 +173,21 @@ class Folder(Indexed):
       raise ValueError(f"DATA: {path} cannot be read ({e}): it is damaged. Take it out.") from e
 
 
-@dataclasses.dataclass(eq=False)
 class Tfds(Indexed):
   """A data set of TensorFlow Datasets that is prepared as array records; nothing is downloaded.
 
-      Tfds("cifar10", size=224, batch_size=64, folder="/data")
+      find("cifar10", size=224, batch_size=64, folder="/data")
 
   It has the features 'image' and 'label'. 'validation' is evaluated, or 'test' where there is none.
 
       tfds build cifar10 --file_format=array_record --data_dir=/data
-
-  Attributes:
-    folder: where it is looked for; None = TFDS_DATA_DIR, else ~/tensorflow_datasets [DATA_DIR].
   """
-
-  folder: str | None = None
-
-  def __post_init__(self):
-    super().__post_init__()
-    folder = self.folder or os.environ.get("TFDS_DATA_DIR") or "~/tensorflow_datasets"
-    self.folder = os.path.expanduser(folder)
-
-  def __getstate__(self) -> dict[str, Any]:
-    """Returns what a worker needs: it opens the files by itself."""
-    return {k: x for k, x in vars(self).items() if k not in ("_builder", "tables")}
 
   @functools.cached_property
   def _builder(self) -> Any:
     with quiet():  # TensorFlow writes past Python
       import tensorflow_datasets as tfds
-    try:
-      builder = tfds.builder(self.data, data_dir=self.folder, file_format="array_record")
-      is_prepared = builder.is_prepared()
-    except Exception:  # unknown, or of another format: TFDS has an error of its own for each
-      builder, is_prepared = None, False
-    if not is_prepared:
-      raise ValueError(
-        f"DATA={self.data!r} is not prepared as array records in {self.folder!r}: set DATA_DIR or "
-        f"TFDS_DATA_DIR to where it is, or prepare it, `tfds build {self.data} "
-        f"--file_format=array_record --data_dir={self.folder}`. DATA may also be 'rebus', or a "
-        "folder, with a '/' in its name."
-      )
-    return builder
-
-  @property
-  def classes(self) -> int:  # type: ignore[override]
-    """Returns how many labels there are."""
-    return self._builder.info.features["label"].num_classes
+    return tfds.builder(self.data, data_dir=self.folder, file_format="array_record")
 
   @functools.cached_property
   def tables(self) -> Mapping[str, Any]:

@@ -123,13 +123,10 @@ class Rebus(Source):
 
   Args:
     batch_size: pictures of a batch.
-    validation: pictures of that split.
   """
 
-  classes, size, channels = CLASSES, SIZE, CHANNELS
-
-  def __init__(self, batch_size: int = 128, validation: int = VALIDATION):
-    self.batch_size, self.validation = batch_size, validation
+  def __init__(self, batch_size: int = 128):
+    self.batch_size = batch_size
 
   def train(self, seed: int, start: int) -> Iterator[Batch]:
     """Returns endless batches; batch i is a function of (seed, i)."""
@@ -142,7 +139,7 @@ class Rebus(Source):
     return {"validation": self._validation()}
 
   def _validation(self) -> Iterator[Batch]:
-    images, labels = pictures((2,), self.validation)
-    for at in range(0, self.validation, self.batch_size):
+    images, labels = pictures((2,), VALIDATION)
+    for at in range(0, VALIDATION, self.batch_size):
       part = slice(at, at + self.batch_size)
       yield batch_of(images[part], labels[part], self.batch_size)

@@ -19,6 +19,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 
 from nm_sparsity_jax.training import flops
 
@@ -172,6 +173,12 @@ class Workload(abc.ABC):
 
   def check(self) -> None:  # noqa: B027 (not every workload has data to check)
     """Raises ValueError where data do not fit the model; called before the first step."""
+
+
+def filled(batch: Batch, size: int) -> dict[str, np.ndarray]:
+  """Returns a batch of `size` rows; those that are missing are all zero."""
+  fill = lambda x: np.pad(x, [(0, size - len(x))] + [(0, 0)] * (x.ndim - 1))
+  return {name: fill(x) for name, x in batch.items()}
 
 
 def less_by_name(metric: str) -> bool:

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from nm_sparsity_jax.models.t5.attention import DECODED, PREPARED
+from nm_sparsity_jax.models.t5.attention import PREPARED
 from nm_sparsity_jax.models.t5.network import Transformer
 
 _NEVER = -1e7  # a score that no hypothesis has
@@ -39,7 +39,7 @@ def greedy(
 
   def turn(carry):
     i, tokens, cache, ids, score, ended = carry
-    logits, cache = step(cache, tokens, i)
+    logits, cache = step(cache, tokens)
     log_probs = jax.nn.log_softmax(logits)
     # An ended row goes on with padding, since all rows share the loop.
     tokens = jnp.where(ended, 0, jnp.argmax(log_probs, -1).astype(jnp.int32))
@@ -76,16 +76,15 @@ def beam_search(
   length: int,
   beams: int,
   eos_id: int = 1,
-  alpha: float = 0.6,
 ) -> tuple[jax.Array, jax.Array]:
-  """Returns the best of `beams` hypotheses by log probability over ((5 + length) / 6) ** alpha.
+  """Returns the best of `beams` hypotheses by log probability over ((5 + length) / 6) ** 0.6.
 
   It ends when no live hypothesis can still beat the worst ended one. Arguments and result are those
   of `greedy`. Scores are divided by the penalty, unless the row has no end.
   """
   step, cache = _decoder(network, params, inputs, length, beams)
   rows, k = inputs.shape[0], beams
-  penalty = lambda n: ((5.0 + jnp.float32(n)) / 6.0) ** alpha
+  penalty = lambda n: ((5.0 + jnp.float32(n)) / 6.0) ** 0.6
 
   def take(tree, index):  # [b, n, ...] at [b, k] -> [b, k, ...]
     return jax.tree.map(
@@ -93,7 +92,7 @@ def beam_search(
     )
 
   def turn(s: _Beams) -> _Beams:
-    logits, cache = step(s.cache, s.last.reshape(-1), s.i)
+    logits, cache = step(s.cache, s.last.reshape(-1))
     log_probs = jax.nn.log_softmax(logits).reshape(rows, k, -1) + s.live_scores[..., None]
     size = log_probs.shape[-1]
     # Of 2 k candidates at least k go on, for each beam ends in one way only.
@@ -130,17 +129,17 @@ def beam_search(
 
 
 def _decoder(network: Any, params: Any, inputs: jax.Array, length: int, beams: int):
-  """Returns a step, (kept, tokens [b * beams], position) -> (logits, kept), and what is kept."""
+  """Returns a step, (cache, tokens [b * beams]) -> (logits, cache), and the first cache."""
   made = network.apply(
-    {"params": params}, inputs, length, beams, mutable=[PREPARED, DECODED], method="start"
+    {"params": params}, inputs, length, beams, mutable=[PREPARED, "cache"], method="start"
   )[1]
 
-  def step(decoded, tokens, position):
-    known = {"params": params, PREPARED: made[PREPARED], DECODED: decoded}
-    logits, new = network.apply(known, tokens, position, mutable=[DECODED], method="step")
-    return logits, new[DECODED]
+  def step(cache, tokens):
+    known = {"params": params, PREPARED: made[PREPARED], "cache": cache}
+    logits, new = network.apply(known, tokens, length, mutable=["cache"], method="step")
+    return logits, new["cache"]
 
-  return step, made[DECODED]
+  return step, made["cache"]
 
 
 def _of_parents(x: jax.Array, parent: jax.Array) -> jax.Array:

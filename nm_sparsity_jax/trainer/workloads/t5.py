@@ -49,10 +49,10 @@ class T5(Workload):
 
   Args:
     network: dense, without rules of its own.
-    data: where training batches come from; None = nowhere, for evaluation alone.
+    data: what it is trained on and evaluated; None = nothing, for a plan.
     lengths: feature -> tokens of an example; None = those of the data.
-    z_loss: weight of log(Z)^2, which keeps the logits from drifting; None = 0.0001.
-    label_smoothing: share of the probability that goes to all other tokens; None = 0.
+    z_loss: weight of log(Z)^2, which keeps the logits from drifting.
+    label_smoothing: share of the probability that goes to all other tokens.
   """
 
   weight = "tokens"
@@ -63,15 +63,14 @@ class T5(Workload):
     network: nn.Module,
     data: text.Source | None = None,
     lengths: Mapping[str, int] | None = None,
-    z_loss: float | None = None,
-    label_smoothing: float | None = None,
+    z_loss: float = 0.0001,
+    label_smoothing: float = 0.0,
   ):
     self.network: Any = network
     self.network_config = self.network.config
     self.data = data
     self.lengths = known_lengths(lengths or (data.lengths if data else None))
-    self.z_loss = 0.0001 if z_loss is None else z_loss
-    self.label_smoothing = label_smoothing or 0.0
+    self.z_loss, self.label_smoothing = z_loss, label_smoothing
 
   @property
   def batch_size(self) -> int:  # type: ignore[override]

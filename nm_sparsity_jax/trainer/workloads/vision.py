@@ -13,7 +13,6 @@ A `Source` of `nm_sparsity_jax.trainer.images` brings the batches.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -22,23 +21,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import linen as nn
-from flax.linen import partitioning
 
-from nm_sparsity_jax.core.trees import flatten, nested
 from nm_sparsity_jax.trainer.workloads.base import Batch, Workload
 
 LOSSES = {"softmax": optax.softmax_cross_entropy, "sigmoid": optax.sigmoid_binary_cross_entropy}
 TOP = 5
-
-# Path of a parameter -> its logical axes; those of others have no name.
-_AXES = (
-  (r"mlp/fc1/kernel", ("embed", "mlp")),
-  (r"mlp/fc1/bias", ("mlp",)),
-  (r"mlp/fc2/kernel", ("mlp", "embed")),
-  (r"attn/[qkv]/kernel", ("embed", "joined_kv")),
-  (r"attn/[qkv]/bias", ("joined_kv",)),
-  (r"attn/proj/kernel", ("joined_kv", "embed")),
-)
 
 
 class Images(Workload):
@@ -93,9 +80,8 @@ class Images(Workload):
     return 1, config.image_size, config.image_size, config.channels
 
   def init(self, rng: jax.Array) -> Mapping[str, Any]:
-    """Returns parameters and state, and logical axes for model parallelism."""
-    found = dict(self.network.init(rng, jnp.zeros(self._image, jnp.float32), train=False))
-    return {**found, "params_axes": axes_of(found["params"])}
+    """Returns parameters and state."""
+    return self.network.init(rng, jnp.zeros(self._image, jnp.float32), train=False)
 
   def loss(self, params, state, batch, rng):
     """Returns the loss of the real rows; how many are right, right in five, and there."""
@@ -161,39 +147,8 @@ class Images(Workload):
     return {"image": images, "label": number, "real": number}
 
   def check(self) -> None:
-    """Raises ValueError where the images do not fit the network, or cannot be read."""
-    config, data = self.network_config, self.data
-    wanted = config.image_size, config.channels
-    if wanted != (data.size, data.channels) or config.classes < data.classes:
-      raise ValueError(
-        f"IMAGE_SIZE={wanted[0]}, {wanted[1]} channels and CLASSES={config.classes} of the network "
-        f"do not fit the data: set IMAGE_SIZE={data.size} and CLASSES={data.classes}, and "
-        f"{data.channels} channels."
-      )
-    if (self.mixup or self.cutmix) and self.batch_size % 2:
-      raise ValueError(
-        f"BATCH_SIZE={self.batch_size}: MIXUP and CUTMIX mix rows in pairs, so a batch, and each "
-        "of its MICROBATCHES, needs an even number of images."
-      )
-    data.check()
-
-
-# --- axes -----------------------------------------------------------------------------------------
-
-
-def axes_of(params: Any) -> Any:
-  """Returns flax's `params_axes` of a network with timm's names: how devices may share it.
-
-  Args:
-    params: its parameters, or their shapes.
-  """
-
-  def names(path, leaf):
-    own = next((axes for regex, axes in _AXES if re.fullmatch(f"(.*/)?{regex}", path)), ())
-    own = own if len(own) == leaf.ndim else (None,) * leaf.ndim
-    return partitioning.AxisMetadata(names=own)
-
-  return nested({f"{path}_axes": names(path, leaf) for path, leaf in flatten(params)})
+    """Raises ValueError where the images cannot be read."""
+    self.data.check()
 
 
 # --- mixing ---------------------------------------------------------------------------------------

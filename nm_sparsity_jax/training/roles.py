@@ -1,0 +1,220 @@
+"""Roles of kernels: what 'ff', 'qkv' or 'decoder/cross/q' names in each family of models.
+
+    'decoder/cross/qkv' -> [matcher] -> a test of whole parameter paths -> rules
+    parameter path      -> [role_of] -> its role                        -> plan, flops, scores
+
+The families are T5, flax's ViT and its attention, timm's (of the vision models here),
+big_vision's, Kauldron's and jimm's. `register` adds a family from outside.
+
+>>> role_of("layers_0/blocks_1/attn/q/kernel"), role_of("layer1_0/downsample_conv/kernel")
+('q', 'shortcut')
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Iterable, Mapping
+
+# What several roles are called together.
+COMPOSITES: Mapping[str, tuple[str, ...]] = {
+  "qk": ("q", "k"),
+  "qkv": ("q", "k", "v"),
+  "attention": ("q", "k", "v", "qkv", "o", "scores"),
+}
+
+_Words = Mapping[str, str]
+_families: dict[str, tuple[_Words, _Words]] = {}  # name -> its roles, its words that narrow
+
+
+def register(family: str, roles: _Words, narrow: _Words | None = None) -> None:
+  """Adds how a family of models names its kernels, for all rules made from then on.
+
+  Call it where your module defines its models, so that a run that names the module knows them. A
+  family replaces one of the same name, so a cell of a notebook may run again. Families add up: 'ff'
+  names what any of them calls so.
+
+      nms.roles.register("own", {"ff": r"(.*/)?(fc1|fc2)/kernel"})
+
+  Args:
+    family: its name, such as 't5'.
+    roles: role -> regex of the whole '/'-joined paths of kernels that have it. They must not be
+      words for something else. A kernel that holds q, k and v side by side has the role 'qkv'.
+    narrow: word -> regex of the paths that it narrows a role to, as 'decoder' in 'decoder/ff'.
+  """
+  for word, regex in {**roles, **(narrow or {})}.items():
+    compiled(regex, f"the family {family!r}, role {word!r}")
+  _families[family] = roles, narrow or {}
+
+
+# Python's own cache keeps 512 patterns, and a large network has more.
+@functools.cache
+def compiled(regex: str, owner: str) -> re.Pattern[str]:
+  """Returns the compiled regex; `owner` says in an error where it stands."""
+  try:
+    return re.compile(regex)
+  except re.error as e:
+    raise ValueError(f"{owner}: {regex!r} is not a regular expression: {e}.") from e
+
+
+def regexes() -> dict[str, str]:
+  """Returns role -> regex of all families, with the words for several roles.
+
+  >>> list(regexes())[:4]
+  ['ff', 'q', 'qk', 'qkv']
+  """
+  return _joined(
+    (word, regex)
+    for roles, _ in _families.values()
+    for role, regex in roles.items()
+    for word in (role, *(whole for whole, parts in COMPOSITES.items() if role in parts))
+  )
+
+
+def matcher(place: str) -> re.Pattern[str]:
+  """Returns the regex of whole paths for a place: a role, narrowed by words, or a regex.
+
+  >>> regex = matcher("encoder/ff")
+  >>> paths = "encoder/layers_0/mlp/wi/kernel", "decoder/layers_0/mlp/wi/kernel"
+  >>> [bool(regex.fullmatch(path)) for path in paths]
+  [True, False]
+
+  Args:
+    place: what rules name.
+  """
+  known = regexes()
+  words = _joined(pair for _, narrow in _families.values() for pair in narrow.items())
+  *narrow, role = place.split("/")
+  if role not in known or not words.keys() >= set(narrow):
+    return compiled(place, f"the place {place!r}")
+  # The path must match each narrowing word as well as the role.
+  narrowed = "".join(rf"(?=(?:{words[word]})\Z)" for word in narrow)
+  return compiled(f"{narrowed}(?:{known[role]})", f"the place {place!r}")
+
+
+def role_of(path: str) -> str | None:
+  """Returns the role of a kernel in whatever family names it, None where none does."""
+  known = (pair for roles, _ in _families.values() for pair in roles.items())
+  return next((role for role, regex in known if re.fullmatch(regex, path)), None)
+
+
+def _joined(pairs: Iterable[tuple[str, str]]) -> dict[str, str]:
+  """Returns word -> a regex for all that has this word."""
+  found: dict[str, list[str]] = {}
+  for word, regex in pairs:
+    found.setdefault(word, []).append(f"(?:{regex})")
+  return {word: "|".join(dict.fromkeys(those)) for word, those in found.items()}
+
+
+# --- the families here: each regex is of whole paths ----------------------------------------------
+
+_T5_ATTENTION = r"(.*/)?(\w*attention(_\d+)?)/"
+_FLAX_ATTENTION = r"(.*/)?(\w*Attention(_\d+)?)/"
+
+
+def _attention_roles(prefix: str) -> dict[str, str]:
+  names = {"q": "query", "k": "key", "v": "value", "o": "out"}
+  return {role: f"{prefix}{name}/kernel" for role, name in names.items()}
+
+
+# T5X's names, also stacked by a scan. Any kernel of rank 2 contracts its first axis; one of another
+# rank, such as one stacked by a scan, is ambiguous: (embed, layers, mlp) and (embed, heads,
+# head_dim) look alike.
+register(
+  "t5",
+  {
+    "ff": r"(.*/)?mlp/(wi|wi_\d+|wo|Dense_\d+)/kernel",
+    **_attention_roles(_T5_ATTENTION),
+  },
+  {
+    "encoder": r"(.*/)?encoder/.*",
+    "decoder": r"(.*/)?decoder/.*",
+    "self": r"(?!.*encoder_decoder_attention/).*[aA]ttention.*",
+    "cross": r"(.*/)?encoder_decoder_attention/.*",
+  },
+)
+
+# --- vision -----------------------------------------------------------------------------------
+
+# Each regex names the container of its kernel, or begins at the root, so that the words of these
+# families do not reach into other trees.
+
+# flax's own attention and its ViT example, which big_vision's ViT shares.
+register(
+  "vit",
+  {
+    "ff": r"(.*/)?MlpBlock(_\d+)?/(wi|wi_\d+|wo|Dense_\d+)/kernel",
+    **_attention_roles(_FLAX_ATTENTION),
+  },
+  {"encoder": r"(.*/)?encoderblock(_\d+)?/.*"},
+)
+
+# big_vision: what its ViT has beside flax's, also scanned, and its ResNets (bit, bit_paper).
+register(
+  "big_vision",
+  {
+    "stem": r"(img/)?embedding/kernel|(root_block/)?conv_root/kernel",
+    "conv": r"(.*/)?block\d+/unit\d+/conv\d/kernel",
+    "shortcut": r"(.*/)?block\d+/unit\d+/conv_proj/kernel",
+    "head": r"(img/)?head/kernel",
+  },
+)
+
+# Kauldron's ViT.
+register(
+  "kauldron",
+  {
+    "ff": r"(.*/)?layers_\d+/mlp/dense_(in|out)/kernel",
+    **_attention_roles(r"(.*/)?layers_\d+/attention/"),
+    "stem": r"(.*/)?patchifier/kernel",
+    "head": r"classifier_head/kernel",
+  },
+)
+
+# jimm (jax-image-models): its blocks are always stacked, on axis 0.
+register(
+  "jimm",
+  {
+    "ff": r"(.*/)?((layers|map_head)/mlp/layers/\d+|encoder/layers/(gate|up|down))/kernel",
+    **_attention_roles(r"(.*/)?(layers|map_head)/attn/"),
+    "stem": r"(.*/)?patch_embeddings/kernel",
+    "head": r"classifier/kernel",
+  },
+)
+
+# timm's names, in the order of flax: those of `models.vit`, `models.swin` and `models.resnet`. A
+# fused kernel is one of your own; the models here keep q, k and v apart.
+_BLOCK = r"(.*/)?blocks(_\d+)?/"
+_PATCHES = r"patch_embed/proj/kernel"
+_TIMM_BLOCK = {
+  "ff": _BLOCK + r"mlp/fc[12]/kernel",
+  **{role: _BLOCK + f"attn/{role}/kernel" for role in "qkv"},
+  "o": _BLOCK + r"attn/proj/kernel",
+  "stem": _PATCHES,
+}
+register(
+  "timm_vit",
+  {**_TIMM_BLOCK, "head": r"head/kernel", "qkv": r"(.*/)?\w*qkv\w*/kernel"},
+)
+
+register(
+  "timm_swin",
+  {
+    **_TIMM_BLOCK,
+    "merge": r"(.*/)?layers_\d+/downsample/reduction/kernel",
+    "head": r"head/fc/kernel",
+  },
+)
+
+register(
+  "timm_resnet",
+  {
+    "stem": r"conv1/kernel",
+    "conv": r"(.*/)?layer\d+_\d+/conv\d/kernel",
+    "shortcut": r"(.*/)?layer\d+_\d+/downsample_conv/kernel",
+    "head": r"fc/kernel",
+  },
+)
+
+# What `flops` calls a product without a parameter: Q K^T, and its product with V.
+register("flops", {"scores": r"(.*/)?product"})
