@@ -101,7 +101,7 @@ def test_schedule_and_cost(run):
   assert segments == [(0, 10, 1), (10, 70, 1), (70, 100, 0)]
   assert [s["global_start"] for s in part["segments"]] == [1_000_000, 1_000_010, 1_000_070]
   dense = T5(network.Transformer(network.T5Config(**SIZES)), lengths=LENGTHS).cost()
-  made = configure.rules({"ff": None}, "mdgf_linear", "1:4", **phases).places
+  made = configure.rules({"ff": None}, "mdgf_linear", "1:4", **phases)
   cost, near = report["cost"], lambda x: pytest.approx(x, rel=1e-9)
   once = nms.flops.inference(dense, made).flops
   assert cost["inference"] == {"dense": near(dense.flops), "sparse": near(once)}
