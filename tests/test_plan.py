@@ -311,7 +311,7 @@ def test_a_fine_tune_from_a_dense_checkpoint(run_t5x, start):
   [
     (dict(PRETRAINED_STEPS=7), ["PRETRAINED_STEPS=7", "global step 6"]),
     (dict(TRAIN_STEPS_RELATIVE=5), ["TRAIN_STEPS_RELATIVE"]),
-    (dict(MIXTURE_OR_TASK_NAME="nope"), ["'nope'", "t5x_task"]),
+    (dict(MIXTURE_OR_TASK_NAME="nope"), ["'nope'"]),
     (dict(raw=["utils.RestoreCheckpointConfig.dtype = 'bfloat16'"]), ["bfloat16"]),
   ],
 )
