@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from nm_sparsity_jax.core import installed
-from nm_sparsity_jax.core.text import format_table
+from nm_sparsity_jax.core.text import columns
 
 _SECONDS, _MOST = 0.02, 5  # a turn repeats a short call
 CACHE = 1 << 27  # bytes, 128 MiB: more than a cache holds
@@ -72,7 +72,7 @@ class Found:
     ]  # fmt: skip
     clock = "processor time" if self.threads == 1 else "time of the clock"
     how = f"{self.threads} threads, {clock}, medians of {self.turns} turns; dense is float32."
-    return f"{self.title}\n{how}\n\n{format_table([head, *rows])}"
+    return "\n".join([self.title, how, "", *columns([head, *rows])])
 
 
 def threads() -> int:

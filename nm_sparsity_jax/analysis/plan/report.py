@@ -10,7 +10,7 @@ from typing import Any
 
 from nm_sparsity_jax.analysis.plan import checks, chips, contents
 from nm_sparsity_jax.analysis.plan.build import Plan
-from nm_sparsity_jax.core.text import format_table
+from nm_sparsity_jax.core.text import columns
 from nm_sparsity_jax.integrations.gin_files import Config, folder
 
 
@@ -103,7 +103,7 @@ def render(report: Mapping[str, Any]) -> str:
   for part in report.get("schedule", ()):
     title = ", ".join(f"{name}: {part[name]}" for name in part if name != "segments")
     rows = [[*part["segments"][0]], *([*segment.values()] for segment in part["segments"])]
-    blocks.append(f"{title}\n{format_table(rows)}")
+    blocks.append("\n".join([title, *columns(rows)]))
   apart = ("ok", "kernels", "schedule", "errors", "warnings")
   blocks.append("\n".join(_lines({k: v for k, v in report.items() if k not in apart})))
   for kind in ("warnings", "errors"):
