@@ -1,7 +1,7 @@
 """What rounding packed weights costs a trained network: scores of a quickstart's sparse runs.
 
-    nm-sparsity quickstart --out mini
-    nm-sparsity quickstart --task rebus --out rebus
+    nm-sparsity quickstart && mv quickstart mini
+    nm-sparsity quickstart --task rebus
     python benchmarks/rounding.py mini rebus --json benchmarks/results/rounding.json
 
 Each sparse run is finalized and packed as it is, in bfloat16 and in int8, and `nm-sparsity eval`
@@ -34,7 +34,7 @@ def arguments():
     description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
   )
   parser.add_argument("folders", nargs="+", help="of quickstarts")
-  parser.add_argument("--runs", nargs="+", help="names of runs (default: all sparse ones)")
+  parser.add_argument("--runs", nargs="+", help="recipes of runs (default: all sparse ones)")
   parser.add_argument("--json", help="write the figures to this file")
   return parser.parse_args()
 
@@ -61,15 +61,14 @@ def scores(task, checkpoint, folder):
 
 def rows_of(folder, names):
   """Returns a row for each run of a quickstart and each kind of values."""
-  from nm_sparsity_jax.cli import quickstart
-
-  task = "mini-glue" if (folder / "warmup").is_dir() else "rebus"
-  sparse = {*quickstart.TITLES} - {*quickstart.TASKS[task].dense}
-  found = [path.name for path in sorted(folder.iterdir()) if path.name in (names or sparse)]
-  for name in found:
+  task = "mini-glue" if (folder / "start-seed0").is_dir() else "rebus"
+  for path in sorted(folder.glob("*-1_*-seed0")):
+    name = path.name.partition("-")[0]
+    if names and name not in names:
+      continue
     with tempfile.TemporaryDirectory() as room:
       room = pathlib.Path(room)
-      said("finalize", folder / name, room / "final")
+      said("finalize", path, room / "final")
       (final,) = (room / "final").glob("checkpoint_*")
       exact = scores(task, final, room / "exact")
       yield {"task": task, "run": name, "values": "finalized", "bytes": None, **exact}

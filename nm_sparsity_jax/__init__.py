@@ -29,7 +29,6 @@ _HOME = {
   "apply": "training.apply",
   "bench": "analysis.bench",
   "configure": "training.configure",
-  "environment": "cli.environment",
   "flops": "training.flops",
   "gradients": "core.gradients",
   "groups": "core.groups",
@@ -56,7 +55,6 @@ _HOME = {
 if TYPE_CHECKING:  # what type checkers and editors see; a test holds it equal to the table
   from nm_sparsity_jax import recipes, runs
   from nm_sparsity_jax.analysis import bench, plan, report, scores, sweep
-  from nm_sparsity_jax.cli import environment
   from nm_sparsity_jax.core import gradients, groups, masks, packed, patterns, schedules
   from nm_sparsity_jax.core.masks import nm_mask
   from nm_sparsity_jax.core.patterns import NM
@@ -88,7 +86,7 @@ if TYPE_CHECKING:  # what type checkers and editors see; a test holds it equal t
 
 __all__ = [
     "__version__", "NM", "Phases", "Recipe", "Rules", "apply", "bench", "configure",
-    "count_steps", "dense_params", "environment", "finalize", "flops", "gradients", "groups",
+    "count_steps", "dense_params", "finalize", "flops", "gradients", "groups",
     "inference_tree", "init_state", "layers", "masks", "metrics", "nm_mask", "optim", "packed",
     "patterns", "plan", "recipe", "recipes", "report", "roles", "rules", "runs", "schedules",
     "scores", "sparse", "sparsify", "sr_ste", "step_count", "stored", "sweep", "update_state",

@@ -37,7 +37,7 @@ def train(arguments):
     os.kill(os.getpid(), signal.SIGKILL)
   stop = []
   signal.signal(signal.SIGTERM, lambda *_: stop.append(1))
-  start = re.search(r"checkpoint_(\d+)'?$", words["gin.INITIAL_CHECKPOINT_PATH"])
+  start = re.search(r"checkpoint_(\d+)\"?$", words["gin.INITIAL_CHECKPOINT_PATH"])
   first = int(start[1]) if start else 0
   (folder / "run.json").write_text(json.dumps({"start": first}))
   done = [int(p.name.partition("_")[2]) for p in folder.glob("checkpoint_*")]

@@ -1,6 +1,5 @@
 """The command line itself, and gin-path from every kind of installation."""
 
-import email
 import importlib
 import os
 import pathlib
@@ -55,7 +54,7 @@ print([m for m in {HEAVY!r} if m in sys.modules])
 
 @pytest.mark.parametrize(
   "argv",
-  [[], ["export"], ["plan", "--nope"], ["plan", "--gin.X"], ["glue", "scores"], ["score"]],
+  [[], ["export"], ["plan", "--gin.X"], ["glue", "scores"], ["verify", "x", "--rules={ff: 1}"]],
 )
 def test_a_wrong_command_line_is_2(argv, capsys):
   with pytest.raises(SystemExit) as e:
@@ -98,8 +97,7 @@ def test_an_error_is_one_line(error, said, monkeypatch, capsys):
     (["plan", "--gin_file=x"], "gin"),
     (["train", "--gin_file=x"], "clu"),
     (["report", "x"], "jinja2"),
-    (["sweep", "x"], "gin"),
-    (["quickstart", "--out=new", "--task=rebus"], "clu"),
+    (["sweep", "x"], "matplotlib"),
   ],
 )
 def test_what_is_not_installed_is_said_at_the_door(argv, lost, monkeypatch, capsys):
@@ -112,60 +110,38 @@ def test_what_is_not_installed_is_said_at_the_door(argv, lost, monkeypatch, caps
 # --- gin-path, from every kind of installation --------------------------------------------------
 
 
-def test_gin_path_of_this_checkout_and_of_none(monkeypatch, tmp_path, capsys):
+def test_files_that_help_texts_name_are_found_from_anywhere(monkeypatch, tmp_path, capsys):
   assert cli.main(["gin-path"]) == 0
   assert pathlib.Path(capsys.readouterr().out.strip()) == ROOT
-  monkeypatch.setattr(folders.nm_sparsity_jax, "__file__", str(tmp_path / "a/__init__.py"))
-  assert cli.main(["gin-path"]) == 1
-  assert "no gin_configs/ in" in capsys.readouterr().err
-
-
-def test_files_that_help_texts_name_are_found_from_anywhere(monkeypatch, tmp_path, capsys):
   monkeypatch.chdir(tmp_path)
   example = "examples/sweep_mini_glue.toml"
   assert folders.find(example) == ROOT / example
   (tmp_path / "examples").mkdir()
   (tmp_path / example).write_text("out = 'mine'\n")
   assert folders.find(example) == pathlib.Path(example)  # yours comes first
-  for missing in ("examples/nope.toml", "examples"):
-    assert cli.main(["sweep", missing]) == 1
-    assert f"no file '{missing}' here, in {tmp_path}" in capsys.readouterr().err
-
-
-def build(kind, folder, source):
-  """Has the build backend make a kind of file of a checkout in `folder`; returns its name."""
-  code = f"import setuptools.build_meta as b; print(b.build_{kind}({str(folder)!r}))"
-  # Compiling takes half a minute: tests/test_packed_dot.py does it.
-  env = os.environ | {"NM_SPARSITY_KERNELS": "0"}
-  done = subprocess.run(
-    [sys.executable, "-c", code], cwd=source, capture_output=True, text=True, env=env, check=False
-  )
-  assert not done.returncode, done.stderr[-2000:]
-  return done.stdout.splitlines()[-1]
+  assert cli.main(["sweep", "examples"]) == 1
+  assert f"no file 'examples' here, in {tmp_path}" in capsys.readouterr().err
 
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory):
-  """What the build backend makes of this checkout: kind -> file; and the checkout's copy."""
+  """What the build backend makes of a copy of this checkout: kind -> file."""
   pytest.importorskip("setuptools", "77", reason="building needs setuptools >= 77")
   folder = tmp_path_factory.mktemp("build")
-  source = folder / "source"
-  source.mkdir()
   for name in ("setup.py", "pyproject.toml", "MANIFEST.in", *LOOSE):
-    shutil.copy(ROOT / name, source)
+    shutil.copy(ROOT / name, folder)
   for name in ("nm_sparsity_jax", *DATA):
-    shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
-  kinds = ("wheel", "sdist", "editable")
-  for kind in kinds:
-    (folder / kind).mkdir()
-  return {kind: folder / kind / build(kind, folder / kind, source) for kind in kinds}, source
-
-
-def install(wheel, where):
-  """The folder that `nm-sparsity gin-path` names in a site directory with a wheel."""
-  pip = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--no-index", "--target"]
-  subprocess.run([*pip, where, wheel], check=True, capture_output=True)
-  return gin_path_of(where)
+    shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
+  code = (
+    "import setuptools.build_meta as b; print(b.build_wheel('out')); print(b.build_sdist('out'))"
+  )
+  # Compiling takes half a minute: tests/test_packed_dot.py does it.
+  env = os.environ | {"NM_SPARSITY_KERNELS": "0"}
+  done = subprocess.run(
+    [sys.executable, "-c", code], cwd=folder, capture_output=True, text=True, env=env, check=False
+  )
+  assert not done.returncode, done.stderr[-2000:]
+  return {path.suffix: path for path in (folder / "out").iterdir()}
 
 
 def gin_path_of(site):
@@ -184,17 +160,11 @@ sys.exit(cli.main(['gin-path']))
 def test_a_wheel_has_every_file_that_the_package_names(built, tmp_path):
   site = tmp_path / "site"
   inside = site / "nm_sparsity_jax"
-  assert install(built[0]["wheel"], site) == inside
+  pip = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--no-index", "--target"]
+  subprocess.run([*pip, site, built[".whl"]], check=True, capture_output=True)
+  assert gin_path_of(site) == inside
   assert "nm_sparsity_jax.cli" in (site / "bin/nm-sparsity").read_text()
-  named = {
-    name
-    for folder in ("nm_sparsity_jax", "gin_configs", "t5x_tasks")
-    for path in (ROOT / folder).rglob("*")
-    if path.suffix in (".py", ".gin", ".jinja")
-    for name in re.findall(r"\b(?:docs|examples(?!/t5/))/[\w/]+\.\w+", path.read_text("utf-8"))
-  }
-  assert {"docs/sweep.md", "docs/t5x.md", "examples/sweep_mini_glue.toml"} <= named
-  assert not [name for name in sorted({*named, *LOOSE}) if not (inside / name).is_file()]
+  assert not [name for name in LOOSE if not (inside / name).is_file()]
   for folder in (*DATA, "nm_sparsity_jax"):
     for path in (ROOT / folder).rglob("*"):
       name = path.relative_to(ROOT / "nm_sparsity_jax" if folder not in DATA else ROOT)
@@ -203,22 +173,14 @@ def test_a_wheel_has_every_file_that_the_package_names(built, tmp_path):
 
 
 def test_a_package_index_shows_a_page_without_dead_links(built):
-  with zipfile.ZipFile(built[0]["wheel"]) as wheel:
+  with zipfile.ZipFile(built[".whl"]) as wheel:
     (name,) = [n for n in wheel.namelist() if n.endswith(".dist-info/METADATA")]
-    metadata = email.message_from_bytes(wheel.read(name))
-  page = metadata.get_payload()
-  assert isinstance(page, str) and page.startswith("# nm-sparsity-jax\n\nThe files that this page")
-  assert re.findall(r"\]\((?!https://)", page) == []
-  for file in re.findall(r"\((?:Picture: )?`([\w/]+\.\w+)`", page):
-    assert (ROOT / file).is_file(), file
-  assert metadata["Version"] == nm_sparsity_jax.__version__
+    page = wheel.read(name).decode()
+  assert f"\nVersion: {nm_sparsity_jax.__version__}\n" in page
+  assert "# nm-sparsity-jax" in page and not re.findall(r"\]\((?!https://)", page)
 
 
-def test_gin_path_of_an_editable_installation_and_of_an_sdist(built, tmp_path):
-  assert install(built[0]["editable"], tmp_path / "editable") == built[1]
-  shutil.unpack_archive(built[0]["sdist"], tmp_path, "gztar", filter="data")
+def test_gin_path_of_an_sdist(built, tmp_path):
+  shutil.unpack_archive(built[".gz"], tmp_path, "gztar", filter="data")
   (unpacked,) = tmp_path.glob("nm_sparsity_jax-*")
   assert gin_path_of(unpacked) == unpacked
-  (tmp_path / "wheel").mkdir()
-  wheel = tmp_path / "wheel" / build("wheel", tmp_path / "wheel", unpacked)
-  assert install(wheel, tmp_path / "site") == tmp_path / "site/nm_sparsity_jax"

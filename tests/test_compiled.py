@@ -52,8 +52,7 @@ def test_the_least_is_that_of_the_cheaper_branch():
 
 def test_the_peak_is_what_lives_at_one_time():
   """A result and the argument that it takes the place of are one."""
-  new = compile(lambda x: x + 1, X)
-  assert account(new).peak == 2 * X.nbytes and account(new).memory >= X.nbytes
+  assert account(compile(lambda x: x + 1, X)).peak == 2 * X.nbytes
   in_place = jax.jit(lambda x: x + 1, donate_argnums=0).lower(X).compile()
   assert account(in_place).peak == X.nbytes
 

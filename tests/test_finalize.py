@@ -156,7 +156,6 @@ def test_a_checkpoint_without_rules_needs_them_and_notes_them(command, tmp_path)
 @pytest.mark.parametrize(
   "rules, word",
   [
-    ("{ff: 1:4}", "is not a dict"),
     ("{'ff': '1:2'}", str(PLACES)),
   ],
 )

@@ -99,7 +99,7 @@ def trained(tmp_path_factory):
     shutil.copy(ROOT / "examples" / "own_workload" / name, folder)
   code, out, err = typed(folder, "plan", "--json", f"--gin_search_paths=.,{ROOT}", *TRAIN)
   assert not code, out + err
-  assert {k["recipe"] for k in json.loads(out)["kernels"]["sparse"]} == {"soft"}
+  assert {part["recipe"] for part in json.loads(out)["schedule"]} == {"soft"}
   code, _, err = typed(folder, "train", *TRAIN)
   assert not code, err
   return folder

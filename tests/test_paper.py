@@ -75,7 +75,7 @@ def test_a_row_is_planned_and_its_run_is_matched_with_it(row, tmp_path, shapes):
     assignment = (rules.with_logical_axes(axes) if axes else rules).assign(params)
     timelines = contents.schedule(assignment)
     (tmp_path / "config.gin").write_text(c.text())
-  patterns = {kernel["pattern"] for kernel in contents.kernels(assignment)["sparse"]}
+  patterns = {str(place.pattern) for place in assignment.places.values()}
   assert patterns == {*row.published["places"].values()}
   assert all(t["segments"][-1]["decay_stop"] == 0 for t in timelines)
   run = run_folder.Run(tmp_path)

@@ -1,4 +1,4 @@
-"""docs/performance.md and deploy.md show what benchmarks/results holds; the benchmarks run."""
+"""performance.md, deploy.md and tpu.md show what benchmarks/results holds; the benchmarks run."""
 
 import importlib
 import json
@@ -12,7 +12,7 @@ from study_records import ROOT
 RESULTS = ROOT / "benchmarks" / "results"
 LINES = {
   name: [re.split(r" *\| *", line) for line in (ROOT / name).read_text("utf8").splitlines()]
-  for name in ("docs/performance.md", "docs/deploy.md")
+  for name in ("docs/performance.md", "docs/deploy.md", "docs/tpu.md")
 }
 HIDDEN = ("ms", "run", "compile_wall_over_dense")  # of a record, on no page
 
@@ -64,18 +64,60 @@ SMALL, WIDE = ("2:4", "1:8"), ("64:128", "16:128")
   ],
 )  # fmt: skip
 def test_the_table_of_products_is_the_file_that_its_command_wrote(file, patterns):
-  found, lines = read(f"packed_{file}"), {}
-  page = (ROOT / "docs/performance.md").read_text("utf8")
+  found, page = read(f"packed_{file}"), (ROOT / "docs/performance.md").read_text("utf8")
   for row in found["rows"]:
-    pattern = "" if row["pattern"] == "dense" else f", {row['pattern']}"
-    line = lines.setdefault((row["backend"], pattern), pattern)
-    lines[row["backend"], pattern] = f"{line} | {row['mean']:.2f} ({row['least']:.2f})"
-  for (backend, pattern), line in lines.items():
-    if patterns is None:
-      assert f"| {backend}{line} |\n" in page
-    elif backend == "cpu_ffi" and pattern.strip(", ") in patterns:
-      assert f"{line} |\n" in page  # of these shapes
+    if patterns is None or (row["backend"] == "cpu_ffi" and row["pattern"] in patterns):
+      assert f"| {row['mean']:.2f} ({row['least']:.2f}) |" in page
   assert patterns or f"{found['command']}\n" in page
+
+
+# --- what a TPU's compiler says -----------------------------------------------------------------
+
+CHIPS = {  # record of masks -> the chips that it was compiled for
+  "tpu_masks": "v5e:2x2", "tpu_masks_v6e": "v6e:2x2", "tpu_masks_v5p": "v5p:2x2x1",
+  "tpu_masks_v4": "v4:2x2x1",
+}  # fmt: skip
+ON_TPU = sorted(path.stem for path in RESULTS.glob("tpu_*.json"))
+
+
+def is_on_a_line(*cells):
+  """Whether a line of docs/tpu.md has all of these cells."""
+  return any(set(cells) <= set(line) for line in LINES["docs/tpu.md"])
+
+
+@pytest.mark.parametrize("name", [name for name in ON_TPU if "masks" not in name])
+def test_a_program_on_tpus_has_a_row(name):
+  assert {"python", "jax", "libtpu"} <= read(name)["machine"].keys()
+  for row in read(name)["rows"]:
+    over = row["over_dense"]
+    cells = [f"{over[key]:.3f}" for key in ("bytes", "peak")]
+    if row["recipe"] != "dense":
+      assert is_on_a_line(f"`{row['recipe']}`", *cells, f"{over['seconds']:.2f}"), row
+
+
+@pytest.mark.parametrize("name", ["tpu_masks", "tpu_masks_plain"])
+def test_a_mask_in_one_pass_and_in_plain_xla_has_a_cell(name):
+  of = {"what": "mask", "dtype": "float32", "cut": "(None, 'model')"}
+  rows = [row for row in read(name)["rows"] if of.items() <= row.items()]
+  shown = [row for row in rows if is_on_a_line(row["pattern"])]
+  assert len(shown) == 12
+  assert all(is_on_a_line(row["pattern"], f"{row['over_one_pass']:.2f}x") for row in shown)
+
+
+@pytest.mark.parametrize("name", CHIPS)
+def test_the_masks_on_chips_have_a_row(name):
+  found = read(name)
+  whole = [row for row in found["rows"] if row["kernels"] == 1]
+  assert found["machine"]["chips"] == CHIPS[name]
+  assert not any(row["collectives"] for row in whole)
+  for dtype in ("float32", "bfloat16"):
+    most = {}
+    for row in whole:
+      if row["dtype"] == dtype:
+        kind = row["axis"], row["what"] == "mask"
+        most[kind] = max(row["over_one_pass"], most.get(kind, 0))
+    assert len(most) == 4
+    assert is_on_a_line(CHIPS[name], dtype, *(f"{x:.2f}x" for x in most.values()))
 
 
 # --- the benchmarks run, small -----------------------------------------------------------------
@@ -97,34 +139,25 @@ def run(monkeypatch, tmp_path):
     yield main
 
 
-def keys(file):
-  return read(file)["rows"][0].keys()
-
-
-def test_masks_run(run):
-  pytest.importorskip("qwix")
-  rows = run("masks", "--patterns=1:4,2:4", "--shapes=16x8", "--dtypes=float32", "--blocks=3")
-  assert [(row["axis"], row["pattern"]) for row in rows] == [
-    (0, "1:4"), (0, "2:4"), (-1, "1:4"), (-1, "2:4"),
-  ]  # fmt: skip
-  assert rows[0].keys() == keys("masks_cpu_f32") and rows[0]["over_limit"][0] > 0
-
-
-def test_a_train_step_runs(run, monkeypatch):
+@pytest.mark.parametrize(
+  "name, words, file, count",
+  [
+    ("masks", "--patterns=1:4,2:4 --shapes=16x8 --dtypes=float32 --blocks=3", "masks_cpu_f32", 4),
+    ("train_step", "--network=vit --only=sr_ste --compiles=1 --blocks=3", "train_step_vit_cpu", 2),
+    (
+      "decode", "--size=small --layers=2 --steps=2 --inputs=4 --blocks=3 --patterns 1:8",
+      "decode_packed_cpu", 2,
+    ),
+  ],
+)  # fmt: skip
+def test_a_benchmark_runs(name, words, file, count, run, monkeypatch):
+  if name == "masks":
+    pytest.importorskip("qwix")
   networks = importlib.import_module("_networks")
   tiny = networks.vit.ViT(networks.vit.config("vit_test"))
   monkeypatch.setattr(networks, "vit_b16", lambda layers: networks.images(tiny, 2))
-  words = "--network=vit", "--only=sr_ste", "--compiles=1", "--blocks=3"
-  rows = run("train_step", *words)
-  assert [row["candidate"] for row in rows] == ["dense", "sr_ste 1:8"]
-  assert rows[1].keys() == keys("train_step_vit_cpu")
-
-
-def test_decoding_runs(run):
-  words = "--size=small", "--layers=2", "--steps=2", "--inputs=4", "--blocks=3"
-  rows = run("decode", *words, "--patterns", "1:8")
-  assert [row["weights"] for row in rows] == ["dense", "1:8"]
-  assert rows[1].keys() == keys("decode_packed_cpu")
+  rows = run(name, *words.split())
+  assert len(rows) == count and rows[-1].keys() == read(file)["rows"][-1].keys()
 
 
 def test_costs_in_place_run(run, capsys):

@@ -80,30 +80,15 @@ def has(texts, *words):
 # --- what it shows ------------------------------------------------------------------------------
 
 
-def test_kernels_alike_are_shown_together_and_nothing_is_lost(run):
-  _, report = run(**SETTINGS, SPARSITY_RULES={"ff": None, "decoder/cross/qk": "2:8"})
-  part = report["kernels"]
-  found = {k["path"]: k for k in part["sparse"]}
-  wi = found["decoder/layers_{0..2}/mlp/wi_{0,1}/kernel"]
-  want = dict(count=6, rule="ff", shape=[32, 48], axis=0, pattern="1:4", groups=384)
-  assert wi.items() >= (want | {"recipe": "sr_ste"}).items()
-  assert found["decoder/layers_{0..2}/encoder_decoder_attention/{key,query}/kernel"]["groups"] == 64
-  paths = [p for kind in ("sparse", "dense") for k in part[kind] for p in k["paths"]]
-  assert len(set(paths)) == len(paths) == 7 + 3 * 11 + 1
-
-
-def test_what_is_dropped_skipped_or_scanned(run):
+def test_a_schedule_for_each_length_of_axis(run):
   wide = [f"{OURS}.emb_dim = 768", f"{OURS}.mlp_dim = 1024"]
   _, report = run(raw=wide, RECIPE="sdgf_geometric", PATTERN="1:32", SPARSE_STEPS=100)
-  remarks = {k["path"].split("/")[-2]: k["remarks"] for k in report["kernels"]["sparse"]}
-  assert remarks == {"wi_{0,1}": ["levels 16:512 do not divide 768: dropped"], "wo": []}
+  assert "mlp/wi_{0,1}/kernel" in report["kernels"] and "do not divide 768" in report["kernels"]
   levels = {s["axis_sizes"][0]: s["segments"][0]["pattern"] for s in report["schedule"]}
   assert levels == {768: "8:256", 1024: "16:512"}
   scan = [f"{OURS}.mlp_dim = 50", f"{OURS}.scan_layers = True"]
   _, report = run(raw=scan, **SETTINGS, INDIVISIBLE="skip")
-  assert "decoder/decoder/mlp/wo/kernel" in {k["path"] for k in report["kernels"]["skipped"]}
-  shapes = {tuple(k["shape"]): k["axis"] for k in report["kernels"]["sparse"]}
-  assert shapes == {(32, 1, 50): 0, (32, 3, 50): 0}
+  assert "(32, 3, 50)" in report["kernels"] and "skipped  decoder/decoder" in report["kernels"]
 
 
 def test_schedule_and_cost(run):
@@ -112,17 +97,15 @@ def test_schedule_and_cost(run):
   macros |= dict(RECIPE="mdgf_linear", PATTERN="1:4", PRETRAINED_STEPS=1_000_000)
   _, report = run(**macros, raw=[f"TASK_FEATURE_LENGTHS = {LENGTHS}", "BATCH_SIZE = 7"])
   (part,) = {json.dumps(part["segments"]): part for part in report["schedule"]}.values()
-  assert (part["dense_until"], part["finetune_from"], part["offset"]) == (10, 80, 1_000_000)
   segments = [(s["start"], s["stop"], s["decay_start"]) for s in part["segments"]]
   assert segments == [(0, 10, 1), (10, 70, 1), (70, 100, 0)]
+  assert [s["global_start"] for s in part["segments"]] == [1_000_000, 1_000_010, 1_000_070]
   dense = T5(network.Transformer(network.T5Config(**SIZES)), lengths=LENGTHS).cost()
   made = configure.rules({"ff": None}, "mdgf_linear", "1:4", **phases)
-  once, cost = nms.flops.inference(dense, made), report["cost"]
-  near = lambda x: pytest.approx(x, rel=1e-9)
-  assert cost["inference"] == {"dense": near(dense.flops), "sparse": near(once.flops)}
+  cost, near = report["cost"], lambda x: pytest.approx(x, rel=1e-9)
+  once = nms.flops.inference(dense, made).flops
+  assert cost["inference"] == {"dense": near(dense.flops), "sparse": near(once)}
   assert cost["training"]["sparse"] == near(nms.flops.training(dense, made, 7).flops)
-  assert cost["training"]["dense"] == near(3 * 7 * 100 * dense.flops)
-  assert cost["parameters"]["kept"] == once.params and cost["lengths"] == LENGTHS
 
 
 def test_the_largest_t5_is_not_allocated(run):
@@ -131,13 +114,6 @@ def test_the_largest_t5_is_not_allocated(run):
   _, report = run(files=files, **SETTINGS, T5_SIZE="xxl", SCAN_LAYERS=True)
   assert report["ok"] and report["cost"]["parameters"]["dense"] > 1e10
   assert all(a.size < 100 for a in jax.live_arrays() if id(a) not in before)
-
-
-def test_a_warm_up_that_never_ends_is_warned_of(run):
-  _, report = run(files=LOCAL, **SETTINGS | TASK | {"SPARSE_STEPS": 240}, WARMUP_STEPS=1000)
-  rate = report["learning_rate"]
-  assert has(report["warnings"], "WARMUP_STEPS=1,000")
-  assert rate["first"] < rate["last"] == rate["highest"] == pytest.approx(0.001 * 0.239)
 
 
 def test_text_json_and_library_say_the_same(run, tmp_path, capsys):
@@ -149,10 +125,8 @@ def test_text_json_and_library_say_the_same(run, tmp_path, capsys):
   assert not cli.main(["plan", *argv])  # in a folder with the model file alone
   text = capsys.readouterr().out
   assert text == plan.render(report) + "\n"
-  for words in (
-    "decoder/layers_{0..2}/mlp/wo/kernel", "1,000 .. 1,099", "1 -> 5.18e-05", "FLOPs",
-    "ends with D = 5.18e-05", "kept", "Nothing stands in the way",
-  ):  # fmt: skip
+  kept = f"kept: {report['cost']['parameters']['kept']:,}"
+  for words in ("mlp/wo/kernel", "\n1000 ", "ends with D = 5.18e-05", kept, "Nothing stands"):
     assert words in text, text
 
 
@@ -191,11 +165,8 @@ def test_each_part_notes_its_error(run):
   [
     (dict(SPARSITY_RULES={"nope": None}), ["nope"]),
     (dict(PATERN="1:8"), ["PATERN", "did you mean PATTERN?"]),
-    (dict(raw=["PATTERN=1:8"]), ["PATTERN = 1:8", "quotes"]),
-    (dict(raw=[f"{OURS}.emb_dims = 8"]), ["emb_dims"]),
     (dict(files=["gin_configs/models/t5.gin", "gin_configs/sparsity.gin"]), ["T5_SIZE is not set"]),
     (dict(files=LOCAL, MICROBATCHES=7, **TASK), ["7 microbatches"]),
-    (dict(files=LOCAL, **TASK | {"MIXTURE_OR_TASK_NAME": "no"}), ["'no'"]),
     (dict(files=LOCAL, **TASK), ["VOCAB_SIZE=256"]),
   ],
 )
@@ -205,26 +176,14 @@ def test_a_wrong_setting_is_named(run, changes, words):
   assert not has(report["errors"], "In call to configurable")
 
 
-def test_a_run_file_without_t5x_says_so(run, monkeypatch):
-  for name in [name for name in sys.modules if name.split(".")[0] == "t5x"]:
-    monkeypatch.delitem(sys.modules, name)
-  monkeypatch.delitem(sys.modules, "nm_sparsity_jax.integrations.t5x", raising=False)
-  monkeypatch.delattr("nm_sparsity_jax.integrations.t5x", raising=False)
-  monkeypatch.setitem(sys.modules, "t5x", None)
-  _, report = run(files=["model.gin", "gin_configs/runs/t5x_finetune.gin"], **SETTINGS)
-  assert has(report["errors"], "t5x", "nm-sparsity doctor")
-
-
-@pytest.mark.parametrize("name", ["eval", "infer"])
-def test_a_plan_of_an_evaluation(run, name):
+def test_a_plan_of_an_evaluation(run):
   pytest.importorskip("seqio", reason="the local runner needs seqio: pip install -e '.[local]'")
-  macros = SETTINGS | TASK | {"CHECKPOINT_PATH": "nowhere", f"{name.upper()}_OUTPUT_DIR": "found"}
+  macros = SETTINGS | TASK | {"CHECKPOINT_PATH": "nowhere", "EVAL_OUTPUT_DIR": "found"}
   del macros["MODEL_DIR"]
-  files, raw = ("model.gin", f"gin_configs/runs/local_{name}.gin"), [f"{OURS}.vocab_size = 384"]
+  files, raw = ("model.gin", "gin_configs/runs/local_eval.gin"), [f"{OURS}.vocab_size = 384"]
   _, report = run(files=files, raw=raw, **macros)
   assert report["errors"] == ["there is no checkpoint 'nowhere'"]
   assert report["cost"]["training"] is None and "loss" not in report
-  assert "training " not in plan.render(report)
 
 
 # T5X's own model.
@@ -274,18 +233,14 @@ def test_a_checkpoint_fits_or_does_not(run, tmp_path):
   assert not code, report["errors"]
   found = report["restore"]
   assert (found["format"], found["step"], found["sparse_step"]) == ("Orbax", 6, None)
-  count = len(jax.tree.leaves(tree["target"]))
-  assert found["sections"] == {"parameters": dict(load=count, initialise=0, drop=0)}
   _, report = run(f"--checkpoint={path}", **SETTINGS, raw=[f"{OURS}.mlp_dim = 64"])
   (error,) = report["errors"]
   assert "12 of another shape" in error and "(32, 48) there and (32, 64) here" in error
-  mlp = tree["target"]["encoder"]["layers_0"]["mlp"]
-  mlp["wi"] = mlp.pop("wi_1")
+  del tree["target"]["encoder"]["layers_0"]["mlp"]["wi_1"]
   path = write_orbax(tmp_path / "checkpoint_7", tree)
   _, report = run(f"--checkpoint={path}", **SETTINGS)
   (error,) = report["errors"]
   assert "1 of 57 missing (target/encoder/layers_0/mlp/wi_1/kernel)" in error
-  assert report["restore"]["sections"]["parameters"]["drop"] == 1
 
 
 # --- with T5X -----------------------------------------------------------------------------------
@@ -341,12 +296,12 @@ def test_a_fine_tune_from_a_dense_checkpoint(run_t5x, start):
   assert report["program"] == "train"
   assert report["restore"]["path"] == start["INITIAL_CHECKPOINT_PATH"]
   sections = report["restore"]["sections"]
-  assert sections["parameters"] == dict(load=29, initialise=0, drop=0)
+  assert sections["target"] == dict(load=29, initialise=0, drop=0)
   # Moments start afresh, the step is loaded. Of the run step, start and rules, and of each kernel
   # a mask and its stamps.
-  assert sections["step and optimizer"] == dict(load=1, initialise=2 * 29 + 1, drop=29)
-  assert sections["mutables"]["initialise"] == 3 + 3 * 6
-  assert report["schedule"][0]["offset"] == 6
+  assert sections["state"] == dict(load=1, initialise=2 * 29 + 1, drop=29)
+  assert sections["flax_mutables"]["initialise"] == 3 + 3 * 6
+  assert report["schedule"][0]["segments"][0]["global_start"] == 6
   assert report["cost"]["training"]["batch_size"] == 16
 
 
@@ -356,9 +311,7 @@ def test_a_fine_tune_from_a_dense_checkpoint(run_t5x, start):
   [
     (dict(PRETRAINED_STEPS=7), ["PRETRAINED_STEPS=7", "global step 6"]),
     (dict(TRAIN_STEPS_RELATIVE=5), ["TRAIN_STEPS_RELATIVE"]),
-    (dict(TRAIN_STEPS=40), ["TRAIN_STEPS=40", "18"]),
     (dict(MIXTURE_OR_TASK_NAME="nope"), ["'nope'"]),
-    (dict(PATTERN="1:3"), ["1:3", "kernel"]),
     (dict(raw=["utils.RestoreCheckpointConfig.dtype = 'bfloat16'"]), ["bfloat16"]),
   ],
 )
@@ -387,25 +340,11 @@ def test_a_model_dir_with_checkpoints_is_resumed_or_refused(run_t5x, start, tmp_
 
 
 @pytest.mark.t5x
-@pytest.mark.parametrize("name", ["eval", "infer_glue_test"])
-def test_t5xs_evaluation_of_a_dense_checkpoint_is_refused(run_t5x, start, name):
-  macros = dict(CHECKPOINT_PATH=start["INITIAL_CHECKPOINT_PATH"], **SETTINGS)
-  macros[f"{name.partition('_')[0].upper()}_OUTPUT_DIR"] = "/x"
-  _, report = run_t5x(files=(f"gin_configs/runs/t5x_{name}.gin", TINY[1]), **macros)
-  assert report["program"] == ("evaluate" if name == "eval" else "infer")
+def test_t5xs_evaluation_of_a_dense_checkpoint_is_refused(run_t5x, start):
+  macros = dict(CHECKPOINT_PATH=start["INITIAL_CHECKPOINT_PATH"], INFER_OUTPUT_DIR="/x", **SETTINGS)
+  _, report = run_t5x(files=("gin_configs/runs/t5x_infer_glue_test.gin", TINY[1]), **macros)
+  assert report["program"] == "infer"
   assert has(report["errors"], "checkpoint is dense")
-
-
-@pytest.mark.t5x
-def test_a_start_from_a_sparse_run_that_is_not_finalized_is_said(run_t5x, start, tmp_path):
-  """Its stored weights are dense, and its network never saw them that way."""
-  tree = t5x_sparse(TRAINED, start=2)
-  tree["target"] = jax.tree.map(np.ones_like, tree["target"])
-  path = str(write_orbax(tmp_path / "sparse/checkpoint_6", tree))
-  with pytest.MonkeyPatch.context() as patch:
-    patch.setattr("warnings.warn", lambda *_, **__: None)  # the run warns too
-    _, report = run_t5x(**FINETUNE | start | {"INITIAL_CHECKPOINT_PATH": path})
-  assert report["ok"] and has(report["warnings"], "not finalized")
 
 
 @pytest.mark.t5x
@@ -416,7 +355,6 @@ def test_what_t5x_makes_of_lambda_and_of_documented_overrides(run_t5x, start):
   assert len(flags) == 4 and not code, report["errors"]
   assert report["loss"]["lambda"] == {"ff": 2e-4}
   assert report["loss"]["t5x_over_mean_at_most"] == 16 * 8 / 64
-  assert "in T5X's loss, at most 0.0004" in plan.render(report)
   assert has(report["warnings"], "a learning rate of its own, 0.01")
   assert report["learning_rate"]["last"] == 0.01
 
@@ -442,13 +380,13 @@ def test_splits_files_and_vocabulary_of_a_task(run_t5x, start, tasks, tmp_path):
   assert "no split 'validation'" in said and "evaluated" in said
   (said,) = of_data("nm_glue_mini_ax")
   assert "no split 'train'" in said
-  folder, raw = tmp_path / "glue", ["t5x.examples.t5.network.T5Config.vocab_size = 256"]
-  tasks.register_glue(vocabulary=seqio.ByteVocabulary(), data_dir=str(folder))
+  folder, raw = tmp_path / "glue/RTE", ["t5x.examples.t5.network.T5Config.vocab_size = 256"]
+  tasks.register_glue(vocabulary=seqio.ByteVocabulary(), data_dir=str(folder.parent))
   (said,) = of_data("nm_glue_rte")
   assert "RTE/train.tsv" in said
-  (folder / "RTE").mkdir(parents=True)
+  folder.mkdir(parents=True)
   for name in ("train", "dev"):
-    (folder / f"RTE/{name}.tsv").touch()  # what is in it is not looked at
+    (folder / f"{name}.tsv").touch()  # what is in it is not looked at
   (said,) = of_data("nm_glue_rte", raw=raw)
   assert "259 ids" in said and "VOCAB_SIZE=384" in said
   tasks.register_glue()  # T5's own lies in a bucket, which is not asked

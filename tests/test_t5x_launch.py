@@ -52,16 +52,16 @@ def test_three_flags_make_a_launch_of_t5x_sparse_and_it_goes_on_where_it_began(l
   where["INITIAL_CHECKPOINT_PATH"] = dense(tmp_path / "dense/checkpoint_6")
   code, report = launch(**where, **SPARSE)
   assert not code, report["errors"]
-  assert [k["pattern"] for k in report["kernels"]["sparse"]] == ["1:4"] * 2
   (timeline,) = report["schedule"]
-  assert [timeline[key] for key in ("offset", "dense_until", "finetune_from")] == [6, 2, 16]
+  assert timeline["pattern"] == "1:4"
+  assert [s["global_start"] for s in timeline["segments"]] == [6, 8]
   code, report = launch(**where, **SPARSE, PRETRAINED_STEPS=7)
   assert code == 1 and has(report["errors"], "PRETRAINED_STEPS=7", "global step 6")
   # Its checkpoints know PRETRAINED_STEPS, also where the first one is gone.
   phases = {name + "_STEPS": None for name in ("DENSE", "FINETUNE")}
   sparse(tmp_path / "run/checkpoint_10", **SPARSE | phases, SPARSITY_RULES={"ff": None})
   _, report = launch(**where | {"INITIAL_CHECKPOINT_PATH": str(tmp_path / "gone")}, **SPARSE)
-  assert report["schedule"][0]["offset"] == 6
+  assert report["schedule"][0]["segments"][0]["global_start"] == 6
   assert not has(report["errors"], "PRETRAINED_STEPS") and not has(report["errors"], "other rules")
 
 
@@ -74,7 +74,7 @@ def test_evaluation_reads_the_rules_from_the_checkpoint(launch, tmp_path):
   code, report = launch("eval", **where)
   assert not code, report["errors"]
   assert report["restore"]["sparse_step"] == 4
-  assert [part["offset"] for part in report["schedule"]] == [6] * 2
+  assert [part["segments"][0]["global_start"] for part in report["schedule"]] == [6] * 2
 
 
 def test_a_run_that_goes_on_evaluates_first(t5x, tmp_path, monkeypatch):

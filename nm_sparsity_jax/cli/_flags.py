@@ -42,8 +42,12 @@ def add_gin(parser: argparse.ArgumentParser, required: bool = True) -> None:
 
 
 def search_paths(args: argparse.Namespace) -> Sequence[str]:
-  """Returns the folders that --gin_search_paths names."""
-  return [path for path in args.gin_search_paths.split(",") if path]
+  """Returns where gin files are looked for; imports what --import names, which they may need."""
+  require("gin")
+  import_modules(args)
+  from nm_sparsity_jax.integrations import gin_files
+
+  return [*filter(None, args.gin_search_paths.split(",")), str(gin_files.folder())]
 
 
 def add_evaluation(parser: argparse.ArgumentParser) -> None:
@@ -68,13 +72,11 @@ def add_import(parser: argparse.ArgumentParser) -> None:
 
 
 def import_modules(args: argparse.Namespace) -> None:
-  """Imports the modules of --import in their order; those in the current folder are found too."""
-  if not args.imports:
-    return
+  """Imports the modules of --import in their order; modules in the current folder are found."""
   from nm_sparsity_jax.integrations import gin_files
 
   gin_files.see_modules_here()
-  for name in args.imports:
+  for name in args.imports:  # in order: one may need another
     try:
       importlib.import_module(name)
     except Exception as e:
@@ -86,11 +88,11 @@ def import_modules(args: argparse.Namespace) -> None:
 
 def require(*modules: str) -> None:
   """Raises where a module of the extra `local` is not installed, before anything takes long."""
-  from nm_sparsity_jax.cli import environment
+  from nm_sparsity_jax.cli import doctor
 
   if lost := [name for name in modules if importlib.util.find_spec(name) is None]:
     raise ModuleNotFoundError(
-      f"not installed: {', '.join(lost)}. Run {environment.install_command('local')}"
+      f"not installed: {', '.join(lost)}. Run {doctor.install_command('local')}"
     )
 
 
@@ -101,11 +103,13 @@ def add_rules(parser: argparse.ArgumentParser) -> None:
   """Adds --rules and --axes, for a checkpoint that does not hold them, --import and --json."""
   parser.add_argument(
     "--rules",
+    type=_dict,
     metavar="\"{'ff': '1:8'}\"",
     help="place -> pattern, as SPARSITY_RULES in gin; for a checkpoint that holds no rules",
   )
   parser.add_argument(
     "--axes",
+    type=_dict,
     metavar='"{REGEX: AXIS}"',
     help="path -> contracted axis, for kernels that a scan over layers has stacked",
   )
@@ -116,22 +120,14 @@ def add_rules(parser: argparse.ArgumentParser) -> None:
 def rules(args: argparse.Namespace) -> dict[str, Mapping[str, Any] | None]:
   """Returns --rules and --axes, as arguments of `runs.verify`; imports what --import names."""
   import_modules(args)
-  return {
-    "rules": _table("--rules", args.rules, "{'ff': '1:8'}"),
-    "axes": _table("--axes", args.axes, "{'.*/mlp/.*/kernel': 0}"),
-  }
+  return {"rules": args.rules, "axes": args.axes}
 
 
-def _table(flag: str, text: str | None, example: str) -> Mapping[str, Any] | None:
-  if text is None:
-    return None
+def _dict(text: str) -> Mapping[str, Any]:
   try:
-    table = ast.literal_eval(text)
-  except (ValueError, SyntaxError):
-    table = None
-  if not isinstance(table, dict) or not table:
-    raise ValueError(f'{flag}={text} is not a dict; strings need quotes: {flag} "{example}"')
-  return table
+    return dict(ast.literal_eval(text))
+  except (SyntaxError, ValueError, TypeError) as e:
+    raise argparse.ArgumentTypeError(f"{text} is not a dict; strings need quotes") from e
 
 
 def checkpoint(text: str) -> str | int:

@@ -6,43 +6,22 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import os
 from typing import Any
 
 from nm_sparsity_jax.cli import _flags
 from nm_sparsity_jax.integrations import gin_files
 
 
-def read(
-  args: argparse.Namespace, program: str, with_data: bool = True
-) -> tuple[gin_files.Config, str]:
+def read(args: argparse.Namespace, program: str) -> tuple[gin_files.Config, str]:
   """Returns the configuration of a program of the local runner, and its text for config.gin."""
-  _flags.require("gin", "clu")
-  gin_files.see_modules_here()
-  _flags.import_modules(args)
-  paths = [*_flags.search_paths(args), gin_files.folder()]
+  _flags.require("clu")
+  paths = _flags.search_paths(args)
   config = gin_files.read(args.gin_file, args.gin_bindings, paths, program)
-  _refuse_missing(config)
-  if with_data and (config.settings("Source") or config.settings("Evaluation")):  # of T5: seqio
+  if isinstance(module := config.get("MIXTURE_OR_TASK_MODULE"), str):
+    gin_files.refuse_missing_module(module)  # before imports of many seconds
+  if config.settings("Source") or config.settings("Evaluation"):  # of T5: seqio
     _prepare_seqio(args)
   return config, config.text()
-
-
-def _refuse_missing(config: gin_files.Config) -> None:
-  # Before imports of many seconds.
-  from nm_sparsity_jax.runs import folders
-
-  if isinstance(module := config.get("MIXTURE_OR_TASK_MODULE"), str):
-    gin_files.refuse_missing_module(module)
-  folder = config.get("MODEL_DIR")
-  resumes = isinstance(folder, str) and "://" not in folder and folders.steps(folder)
-  for name in ("CHECKPOINT_PATH",) if resumes else ("INITIAL_CHECKPOINT_PATH", "CHECKPOINT_PATH"):
-    path = config.get(name)
-    # A bucket is not asked.
-    if isinstance(path, str) and "://" not in path and not folders.path_of(path).exists():
-      raise ValueError(
-        f"{name}: there is no checkpoint {path!r}: looked at {os.path.abspath(path)}"
-      )
 
 
 def _prepare_seqio(args: argparse.Namespace) -> None:

@@ -1,15 +1,12 @@
-"""Measures packed weights against dense ones on this machine: per layer and end to end.
+"""Measures packed weights against dense ones on this machine: a whole network, or products alone.
 
-CKPT is a packed file, a finalized checkpoint, or a folder of them: then the newest. It comes with
-the gin files and settings of `infer`. Nothing is written, and no task is read, so you need not name
-one. It measures each distinct product without the cost of a call, and end to end what the network
-computes at once: a T5 reads inputs and decodes a token, others make a forward pass. --shapes
-measures products of random weights alone.
+CKPT is a packed file, a finalized checkpoint, or a folder of them: then the newest. The gin files
+name its network: a model file is enough. Nothing is written, and no task is read. A T5 reads inputs
+and decodes tokens, others make a forward pass. --shapes measures products of random weights.
 
   nm-sparsity bench --shapes 1024,4096,1 1024,4096,128 --pattern 1:8
   nm-sparsity bench model.safetensors --cores 1 \\
-    --gin_file=gin_configs/models/t5.gin --gin.T5_SIZE="'tiny'" \\
-    --gin_file=gin_configs/runs/local_infer.gin ...
+    --gin_file=gin_configs/models/t5.gin --gin.T5_SIZE="'tiny'"
 
 Exit code: 0 = done, 1 = not.
 """
@@ -20,7 +17,6 @@ import argparse
 import dataclasses
 import json
 import os
-import re
 import tempfile
 from typing import Any
 
@@ -44,16 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     help="of packed values; of a packed file they are as they are",
   )  # fmt: skip
   add("--batch", type=int, default=1, metavar="N", help="examples at once (default: 1)")
-  add(
-    "--inputs", type=int, metavar="N",
-    help="tokens of an input of a T5 (default: that of TASK_FEATURE_LENGTHS, or 64)",
-  )  # fmt: skip
-  add("--tokens", type=int, default=16, metavar="N", help="that a T5 decodes (default: 16)")
-  add("--turns", type=int, default=9, metavar="N", help="of each call (default: 9)")
-  add(
-    "--backend", choices=("auto", "cpu_ffi", "xla_scan"), default="auto",
-    help="of packed products (default: auto, the fastest by a measured table)",
-  )  # fmt: skip
+  add("--inputs", type=int, default=64, metavar="N", help="tokens of a T5's input (default: 64)")
   add("--cores", type=int, metavar="N", help="run on so many cores (default: all there are)")
   add("--json", action="store_true", help="print the findings as JSON")
   _flags.add_gin(parser, required=False)
@@ -72,7 +59,7 @@ def run(args: argparse.Namespace) -> int:
   if args.shapes is None:
     found = _of_checkpoint(args)
   else:
-    found = bench.products(args.shapes, args.pattern, args.dtype, args.turns, args.backend)
+    found = bench.products(args.shapes, args.pattern, args.dtype)
   print(json.dumps(dataclasses.asdict(found), indent=2) if args.json else found)
   return 0
 
@@ -82,57 +69,39 @@ def _shape(text: str) -> tuple[int, int, int]:
   return depth, features, rows
 
 
-def configuration(args: argparse.Namespace) -> Any:
-  """Returns that of `infer`, of the checkpoint that the arguments name; it reads no data.
+def network(args: argparse.Namespace) -> Any:
+  """Returns the network that the gin files name, without a scan; of others their workload."""
+  from nm_sparsity_jax.analysis.plan import build
+  from nm_sparsity_jax.deploy import unstack_layers
+  from nm_sparsity_jax.integrations import gin_files
 
-  Args:
-    args: of the command.
-  """
-  from nm_sparsity_jax.cli import _local
-
-  args.gin_bindings[:0] = [
-    f"CHECKPOINT_PATH = {args.checkpoint!r}", "INFER_OUTPUT_DIR = 'nowhere'",
-  ]  # fmt: skip
-  try:
-    return _local.read(args, "infer", with_data=False)[0]
-  except ValueError as e:
-    # A macro that nothing reads is refused, so only those that it asks for are set.
-    if not (unset := re.findall(r"(MIXTURE_OR_TASK_NAME|TASK_FEATURE_LENGTHS) is not set", str(e))):
-      raise
-    args.gin_bindings[:0] = [f"{name} = None" for name in unset]
-    return _local.read(args, "infer", with_data=False)[0]
+  paths = _flags.search_paths(args)
+  with gin_files.Config(paths, args.gin_file, args.gin_bindings) as config:
+    workload = build.workload_of(config) if not config.errors else None
+    if workload is None:
+      raise ValueError("; ".join(config.errors) or "name a model file: --gin_file=...")
+  made = getattr(workload, "network", workload)
+  if (plain := unstack_layers.without_scan(getattr(made, "config", None))) is not None:
+    made = made.clone(config=plain)
+  return made
 
 
 def _of_checkpoint(args: argparse.Namespace) -> Any:
   from nm_sparsity_jax import runs
   from nm_sparsity_jax.analysis import bench
-  from nm_sparsity_jax.cli import _local
+  from nm_sparsity_jax.deploy import packed_file
   from nm_sparsity_jax.runs import checkpoint
-  from nm_sparsity_jax.trainer import checkpoints
 
-  args.checkpoint = checkpoint.find(args.checkpoint)
-  config = configuration(args)
-  model = _local.argument(config, "model")
-  lengths: Any = config.get("TASK_FEATURE_LENGTHS") or {}
-  with tempfile.TemporaryDirectory() as room:
-    stored = checkpoints.opened(args.checkpoint, model)
-    if stored.packed is None:
+  made, path = network(args), checkpoint.find(args.checkpoint)
+  if checkpoint.read(path).packed is not None:
+    variables, _ = packed_file.read(path)
+  else:
+    with tempfile.TemporaryDirectory() as room:
+      # A checkpoint is packed as `pack` does it, so its rules and its proof are the same.
       file = f"{room}/packed.safetensors"
-      runs.pack(args.checkpoint, file, dtype=args.dtype)
-      stored = checkpoints.opened(file, model)
-    elif args.dtype is not None:
-      raise ValueError(f"--dtype={args.dtype}: a packed file has values of its own dtype.")
-    assert stored.packed is not None
-    variables = dict(stored.packed())
-  workload: Any = checkpoints.packed_model(stored, model).workload
+      runs.pack(path, file, dtype=args.dtype)
+      variables, _ = packed_file.read(file)
+  params = variables.pop("params")
   return bench.bench(
-    getattr(workload, "network", workload),
-    variables.pop("params"),
-    state=variables,
-    batch=args.batch,
-    inputs=args.inputs or lengths.get("inputs") or 64,
-    tokens=args.tokens,
-    turns=args.turns,
-    backend=args.backend,
-    title=str(args.checkpoint),
+    made, params, state=variables, batch=args.batch, inputs=args.inputs, title=path
   )

@@ -1,6 +1,6 @@
 """Says what is missing or in conflict in this environment, and how to fix it.
 
-It looks at installed metadata and imports neither T5X nor TensorFlow. What you need depends on
+It looks at installed metadata and imports neither jax, T5X nor TensorFlow. What you need depends on
 what you do, so --for says which parts must be there:
 
   core    masks, rules and layers in your own training loop
@@ -9,7 +9,7 @@ what you do, so --for says which parts must be there:
   t5x     t5x.train with our gin files (docs/t5x.md)
   tpu     a TPU's compiler that fits the installed jax (docs/tpu.md)
 
-Each finding is ok, bad (to fix), or warn: not what was tested, or slower than it could be.
+Each line is ok, BAD (to fix), or !: not what was tested, or slower than it could be.
 
 Exit code: 0 = nothing is bad, 1 = something is.
 """
@@ -17,41 +17,157 @@ Exit code: 0 = nothing is bad, 1 = something is.
 from __future__ import annotations
 
 import argparse
-import dataclasses
+import importlib.metadata
+import importlib.util
 import json
+import pathlib
+import re
+from collections.abc import Iterator
+from typing import NamedTuple
 
-from nm_sparsity_jax.cli import environment
+from nm_sparsity_jax.core import installed
 from nm_sparsity_jax.core.text import columns
 
-_MARKS = {"ok": "ok ", "bad": "BAD", "warn": "!  "}
+PURPOSES = ("core", "tasks", "local", "t5x", "tpu")
+# Not in the package index, and the commits that were tested.
+UNPUBLISHED = {
+  "t5x": "cc342d419ec3e3e9c4bf1df33c82330cafdc1e16",
+  "airio": "69897df7d9a427b947a9f7bb4164c7782b43e601",
+  "jestimator": "326824a477feef6d92e6f44175000907a72899ca",
+}
+# Packages that write the same files as others: package -> those others.
+_CONFLICTS = {
+  "tensorflow-cpu": ("tensorflow",),
+  "t5": ("seqio", "tensorflow-datasets"),
+  "seqio-nightly": ("seqio",),
+  "tfds-nightly": ("tensorflow-datasets",),
+}
+
+
+class Finding(NamedTuple):
+  """One thing that was looked at: its status, its name, what was found, and what mends it."""
+
+  status: str
+  name: str
+  text: str
+  remedy: str = ""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-  """Adds what must be there, and how to print it."""
+  """Adds what must be there."""
   parser.add_argument(
-    "--for", dest="purpose", choices=environment.PURPOSES,
+    "--for", dest="purpose", choices=PURPOSES,
     help="what must be there; by default t5x where T5X is found, else core",
   )  # fmt: skip
-  parser.add_argument("--json", action="store_true", help="print the findings as JSON")
 
 
 def run(args: argparse.Namespace) -> int:
   """Prints the findings."""
-  purpose = args.purpose or ("t5x" if environment.folder_of("t5x") else "core")
-  findings = list(environment.examine(purpose))
-  bad, warned = (sum(f.status == kind for f in findings) for kind in ("bad", "warn"))
-  if args.json:
-    found = [dataclasses.asdict(finding) for finding in findings]
-    print(json.dumps({"ok": not bad, "for": purpose, "findings": found}, indent=2))
-    return 1 if bad else 0
-  rows = []
+  purpose = args.purpose or ("t5x" if folder_of("t5x") else "core")
+  findings = list(examine(purpose))
+  for line in columns([f[:3] for f in findings]):
+    print(line)
+  bad = [f for f in findings if f.status == "BAD"]
   for f in findings:
-    rows.append((f"{_MARKS[f.status]} {f.name}", f.text))
-    rows += [("", f"-> {f.remedy}")] * bool(f.remedy)
-  print("\n".join(columns(rows)))
-  but = f", but see {warned} marked with !" if warned else ""
-  print(f"\n{bad} to fix for {purpose}." if bad else f"\nReady for {purpose}{but}.")
-  if not args.purpose:
-    others = ", ".join(name for name in environment.PURPOSES if name != purpose)
-    print(f"--for {others} looks at what else you may need.")
+    if f.remedy:
+      print(f"\n{f.name}: {f.remedy}")
+  print(f"\n{len(bad)} to fix for {purpose}." if bad else f"\nReady for {purpose}.")
   return 1 if bad else 0
+
+
+def install_command(purpose: str) -> str:
+  """Returns the command that installs what a purpose needs, from a checkout where this is one.
+
+  Args:
+    purpose: one of `PURPOSES`.
+  """
+  extra = "" if purpose == "core" else f"[{purpose}]"
+  package = folder_of("nm_sparsity_jax")
+  if package is None or not (package.parent / "setup.py").is_file():
+    return f"pip install '{installed.NAME}{extra}'"
+  constraints = "-c constraints-t5x.txt " if purpose == "t5x" else ""
+  return f"pip install {constraints}-e '.{extra}' in {package.parent}"
+
+
+def examine(purpose: str) -> Iterator[Finding]:
+  """Yields what it finds of packages, conflicts and kernels.
+
+  Args:
+    purpose: what must be there, one of `PURPOSES`.
+  """
+  if installed.version(installed.NAME) is None:
+    text = "runs from a folder, but is not installed"
+    yield Finding("BAD", installed.NAME, text, install_command("core"))
+  yield from _required(installed.NAME, purpose, install_command(purpose))
+  if purpose == "t5x":
+    yield from map(_unpublished, UNPUBLISHED)
+    for name, tested in tested_versions().items():
+      have = installed.version(name)
+      if have and not installed.meets(have, f"=={tested}"):
+        remedy = f"if T5X fails: pip install {name}=={tested}"
+        yield Finding("!", name, f"{have}; T5X was tested with {tested}", remedy)
+  if purpose == "tpu":  # jax says which jaxlib and libtpu it was released with
+    yield from _required("jax", "tpu", f"pip install 'jax[tpu]=={installed.version('jax')}'")
+  for name, others in _CONFLICTS.items():
+    # Alone, such as tensorflow-cpu, it writes over nothing.
+    if installed.version(name) and any(map(installed.version, others)):
+      both, words = f"pip uninstall -y {name} {' '.join(others)}", " and ".join(others)
+      text = f"writes the same files as {words}, and the last one wins"
+      yield Finding("BAD", name, text, f"{both}; then pip install {' '.join(others)}")
+  library, why = installed.kernels()
+  if library is None:
+    remedy = f"where g++ is, install this package again: {install_command('core')}"
+    yield Finding("!", "packed kernels", why, remedy)  # XLA multiplies
+  else:
+    yield Finding("ok", "packed kernels", library.nm_sparsity_isa(0).decode())
+
+
+def _required(distribution: str, extra: str, remedy: str) -> Iterator[Finding]:
+  # Floors are stated in setup.py only, which is where the metadata have them from.
+  from packaging.requirements import Requirement
+
+  for found in map(Requirement, installed.requires(distribution)):
+    if found.marker is None or found.marker.evaluate({"extra": extra}):
+      have, wanted = installed.version(found.name), str(found.specifier)
+      if have and installed.meets(have, wanted):
+        yield Finding("ok", found.name, have)
+      else:
+        text = f"{have}, but {wanted} is needed" if have else "is not installed"
+        yield Finding("BAD", found.name, text, remedy)
+
+
+def tested_versions() -> dict[str, str]:
+  """Returns what T5X was tested with, of constraints-t5x.txt."""
+  from nm_sparsity_jax.integrations import gin_files  # imports gin
+
+  text = (gin_files.folder() / "constraints-t5x.txt").read_text()
+  return dict(re.findall(r"^([\w.-]+)==(\S+)$", text, re.MULTILINE))
+
+
+def _unpublished(name: str) -> Finding:
+  folder, docs = folder_of(name), "install it from its source: docs/t5x.md"
+  if folder is None:
+    return Finding("BAD", name, "is not installed, and not on PyPI", docs)
+  if name == "t5x" and not (folder / "configs" / "runs" / "finetune.gin").is_file():
+    return Finding("BAD", name, f"{folder}, without its gin files", docs)
+  # pip's note on where a distribution comes from (PEP 610); none where a folder is on the path.
+  try:
+    note = importlib.metadata.distribution(name).read_text("direct_url.json")
+  except importlib.metadata.PackageNotFoundError:
+    note = None
+  commit = json.loads(note or "{}").get("vcs_info", {}).get("commit_id", "unknown")
+  if commit == UNPUBLISHED[name]:
+    return Finding("ok", name, f"commit {commit[:7]} ({folder})")
+  return Finding("!", name, f"commit {commit[:7]}; tested: {UNPUBLISHED[name][:7]}", docs)
+
+
+def folder_of(module: str) -> pathlib.Path | None:
+  """Returns the folder of a package without importing it, None where there is none.
+
+  Args:
+    module: such as 't5x'.
+  """
+  # find_spec imports nothing: jax and T5X take seconds.
+  spec = importlib.util.find_spec(module)
+  folders = spec.submodule_search_locations if spec else None
+  return pathlib.Path(folders[0]) if folders else None

@@ -34,13 +34,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
   """Plans and prints."""
-  _flags.require("gin")
+  where = _flags.search_paths(args)
   from nm_sparsity_jax.analysis import plan
   from nm_sparsity_jax.integrations import gin_files
 
-  gin_files.see_modules_here()
-  _flags.import_modules(args)
-  where = _flags.search_paths(args)
   with contextlib.nullcontext() if args.debug else gin_files.quiet():
     report = plan.plan(args.gin_file, args.gin_bindings, where, args.checkpoint, args.topology)
   print(json.dumps(report, indent=2) if args.json else plan.render(report))

@@ -38,21 +38,13 @@ def run(args: argparse.Namespace) -> int:
   from nm_sparsity_jax.analysis import sweep
   from nm_sparsity_jax.integrations import gin_files
 
-  _flags.require("gin", "clu")
+  _flags.require("gin", "clu", "jinja2", "matplotlib")
   _flags.import_modules(args)
-  grid = sweep.read(args.file, args.imports)
   with contextlib.nullcontext() if args.debug else gin_files.quiet():
-    runs = sweep.check(grid, data=not args.table)
-  code, stopped = 0, None
-  if not args.table:
-    failed, stopped = sweep.train(grid, runs, _say, environment)
-    code = 130 if stopped == "SIGINT" else int(failed > 0 and stopped is None)
-  found = sweep.table(grid, runs)
+    grid = sweep.read(args.file, args.imports, data=not args.table)
+  failed, stopped = (0, None) if args.table else sweep.train(grid, environment)
+  found = sweep.table(grid)
   if not args.table and stopped is None and (written := sweep.page(found)):
-    _say(str(written))
+    print(written, file=sys.stderr)
   print(json.dumps(found, indent=2) if args.json else sweep.text(found))
-  return code
-
-
-def _say(text: str) -> None:
-  print(text, file=sys.stderr, flush=True)
+  return 130 if stopped == "SIGINT" else int(failed > 0 and stopped is None)

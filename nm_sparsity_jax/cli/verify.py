@@ -59,7 +59,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def head(stored: Stored, rules: Rules, asked: str) -> str:
-  """Says what was looked at, and by whose rules.
+  """Says what was looked at, and by which rules.
 
   Args:
     stored: the checkpoint.

@@ -1,22 +1,15 @@
-"""Packed weights against dense ones on this machine: time, bytes, and what is possible at most.
+"""Packed weights against dense ones on this machine: time and bytes.
 
-    from nm_sparsity_jax import bench
+from nm_sparsity_jax import bench
 
-    print(bench.products([(1024, 4096, 1)], "1:8"))       # products alone, random weights
+print(bench.products([(1024, 4096, 1)], "1:8"))       # products alone, random weights
 
-    found = bench.bench(network, tree, batch=1)            # of inference_tree.pack_tree
-    found.wholes[0].times, found.wholes[0].bound           # faster; at most
-
-What stands where:
-
-    timing      calls in turns -> seconds; which clock, how many threads
-    layers      one product: dense, packed -> Product
-    networks    what a network computes at once: a pass, the inputs of a T5, its next token -> Whole
-    measuring   all of them -> Found
+found = bench.bench(network, tree, batch=1)            # of inference_tree.pack_tree
+found.timings[0].times                                 # faster
 """
 
-from nm_sparsity_jax.analysis.bench.layers import Product
-from nm_sparsity_jax.analysis.bench.measuring import Found, bench, products
-from nm_sparsity_jax.analysis.bench.networks import Whole
+from nm_sparsity_jax.analysis.bench.layers import products
+from nm_sparsity_jax.analysis.bench.networks import bench
+from nm_sparsity_jax.analysis.bench.timing import Found, Timing
 
-__all__ = ["Found", "Product", "Whole", "bench", "products"]
+__all__ = ["Found", "Timing", "bench", "products"]

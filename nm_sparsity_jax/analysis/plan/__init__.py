@@ -3,7 +3,7 @@
     gin files, overrides
       -> gin_files.Config   errors: files, bindings, macros that are not set or that nothing reads
       -> build              the run as its program makes it, under `jax.eval_shape`
-      -> contents           kernels, schedule, lambda, learning rate, cost
+      -> contents           schedule, lambda, learning rate, cost
       -> checks             what the program refuses before its first step; what it restores
       -> chips              --topology: the train step, compiled for TPUs
       -> plain values       -> render
@@ -21,7 +21,6 @@ Nothing of the model's size is allocated.
     print(plan.render(report))
 """
 
-from nm_sparsity_jax.analysis.plan.report import plan
-from nm_sparsity_jax.analysis.plan.text import render
+from nm_sparsity_jax.analysis.plan.report import plan, render
 
 __all__ = ["plan", "render"]

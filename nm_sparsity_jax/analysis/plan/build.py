@@ -60,24 +60,16 @@ class Plan:
     value = self.config.get(macro)
     return value if isinstance(value, int) else None
 
-  def attempt(self, what: str, function: Callable[..., Any], *args: Any) -> Any:
-    """Returns function(*args); notes an error and returns None where it fails.
-
-    Args:
-      what: names the part in errors that are Python's, which name no setting.
-      function: to be called.
-      *args: what it is called with.
-    """
+  def attempt(self, function: Callable[..., Any], *args: Any) -> Any:
+    """Returns function(*args); notes an error and returns None where it fails."""
     try:
       return function(*args)
     except gin_files.Unset:  # the configuration asks for it already
       return None
     except Exception as e:
       text = gin_files.message(e)
-      if not isinstance(e, ValueError | OSError | ImportError):
-        text = f"{what}: {text}"
       # The whole run fails where a part of it does, with the same words.
-      if not any(error.startswith(text) for error in self.errors):
+      if text not in self.errors:
         self.errors.append(text)
       return None
 
@@ -85,13 +77,15 @@ class Plan:
     """Makes the run; where that fails, its parts one by one, so that each says what is wrong."""
     if self.config.program is not None:
       # Its constructors are the run's own checks.
-      self.attempt("the run", self._local if self.config.local else self._t5x)
+      self.attempt(self._local if self.config.local else self._t5x)
+    # Files without a run file get here too.
     if self.rules is None:
-      self.rules = self.attempt("RULES", self.config.value, "RULES")
+      self.rules = self.attempt(self.config.value, "RULES")
     if self.workload is None:
-      self.workload = self.attempt("the network", workload_of, self.config)
+      self.workload = self.attempt(workload_of, self.config)
     if self.workload is not None and self.variables is None:
-      self.variables = self.attempt("the network", shapes_of, self.workload)
+      self.variables = self.attempt(shapes_of, self.workload)
+      # A scan over layers moves the contracted axis; the network says where.
       if self.rules is not None and (axes := (self.variables or {}).get("params_axes")):
         self.rules = self.rules.with_logical_axes(axes)
 
@@ -131,6 +125,7 @@ class Plan:
     """
     from nm_sparsity_jax.integrations.t5x.ahead import Ahead
 
+    # One device stands for all of this machine, since shapes do not depend on how many there are.
     argument = self.config.argument
     partitions = 1 if devices is None else argument("num_partitions", "PjitPartitioner") or 1
     parts = argument("num_microbatches", "SparseTrainer")

@@ -10,7 +10,7 @@ path -> checkpoint  -> [T5X's transformations] -> keys: loaded, initialised, dro
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from nm_sparsity_jax.analysis.plan.build import Plan
@@ -21,17 +21,15 @@ from nm_sparsity_jax.runs import checkpoint, checkpoint_rules, folders
 
 # Arguments of T5X's programs that say what data they read.
 _DATASETS = ("train_dataset_cfg", "train_eval_dataset_cfg", "infer_eval_dataset_cfg", "dataset_cfg")
-# The first word of a key -> the section that counts it.
-_SECTIONS = {"target": "parameters", "state": "step and optimizer", "flax_mutables": "mutables"}
 
 
 def check(plan: Plan) -> None:
-  """Notes what the program would refuse before its first step."""
+  """Raises what the program would refuse before its first step."""
   if plan.config.local:
     if plan.model is not None:
-      plan.attempt("the run", _local, plan)
+      _local(plan)
   elif plan.config.program is not None:
-    plan.attempt("data", _data, plan)
+    _data(plan)
 
 
 def _local(plan: Plan) -> None:
@@ -56,6 +54,7 @@ def _data(plan: Plan) -> None:
   name, module = map(plan.config.get, ("MIXTURE_OR_TASK_NAME", "MIXTURE_OR_TASK_MODULE"))
   if name is None:
     return
+  # Importing it takes seconds, as it imports TensorFlow.
   from nm_sparsity_jax.trainer import data
 
   if module:
@@ -65,14 +64,14 @@ def _data(plan: Plan) -> None:
   vocabularies = [feature.vocabulary for feature in task.output_features.values()]
   in_a_bucket = any("://" in getattr(v, "sentencepiece_model_file", "") for v in vocabularies)
   if plan.workload is not None and not in_a_bucket:
-    plan.attempt("data", data.check_vocabulary, name, plan.workload.network_config.vocab_size)
+    plan.attempt(data.check_vocabulary, name, plan.workload.network_config.vocab_size)
   for argument in _DATASETS:
     if dataset := plan.config.argument(argument):
       _check_split(plan, task, dataset, argument == "train_dataset_cfg")
 
 
 def _check_split(plan: Plan, task: Any, dataset: Any, trains: bool) -> None:
-  """Refuses a split that the task lacks, or whose files are not there.
+  """Refuses a split that the task lacks, or that has no files.
 
   An evaluation without its split is only warned of: T5X leaves it out.
   """
@@ -114,7 +113,15 @@ def restore(plan: Plan, path: str | None) -> dict[str, Any] | None:
   stored = checkpoint.read(str(name), plan.variables, network_config)
   if plan.config.program == "train":
     _check_steps(plan, stored, newest is not None)
-  return None if plan.params is None else _part(plan, stored, newest is not None)
+  part = {name: getattr(stored, name) for name in ("path", "format", "step", "sparse_step")}
+  if plan.state is not None:
+    part["sections"] = _sections(plan, stored, newest is not None)
+  elif (params := plan.params) is not None:
+    if stored.packed is not None:  # its network does not scan
+      params, _ = unstack_layers.unstacked(params, plan.workload.network_config)
+    wanted = {f"target/{path}": leaf for path, leaf in flatten(params)}
+    _check_parameters(plan, stored.path, wanted, stored.leaves)
+  return part
 
 
 def _named(plan: Plan) -> Any:
@@ -127,6 +134,7 @@ def _named(plan: Plan) -> Any:
 
 def _check_steps(plan: Plan, stored: checkpoint.Stored, resuming: bool) -> None:
   """Notes steps that do not fit to the checkpoint, and one that is not to be started from."""
+  # T5X keeps the step at which the sparse run began; a resumed run counts from there.
   start, begun = stored.step or 0, "flax_mutables/nm_sparsity/start"
   if resuming and begun in stored.leaves:
     start = int(stored.array(begun))
@@ -136,63 +144,41 @@ def _check_steps(plan: Plan, stored: checkpoint.Stored, resuming: bool) -> None:
     plan.warnings.append(f"INITIAL_CHECKPOINT_PATH: {said}")
   macros = "PRETRAINED_STEPS", "TRAIN_STEPS", "TRAIN_STEPS_RELATIVE"
   steps = map(plan.number, macros)
-  plan.attempt("steps", checkpoint_rules.check_steps, plan.rules, start, *steps)
+  plan.attempt(checkpoint_rules.check_steps, plan.rules, start, *steps)
 
 
-def _part(plan: Plan, stored: checkpoint.Stored, resuming: bool) -> dict[str, Any]:
-  """Returns what is loaded, initialised and dropped of each section; notes what does not fit."""
-  if plan.state is not None:
-    wanted = dict(flatten(plan.state.state_dict()))
-    leaves = _transformed(plan, stored, wanted, resuming)
-  else:
-    params = plan.params
-    if stored.packed is not None:  # its network does not scan
-      params, _ = unstack_layers.unstacked(params, plan.workload.network_config)
-    wanted, leaves = {f"target/{path}": leaf for path, leaf in flatten(params)}, stored.leaves
-  load = [key for key in wanted if key in leaves]
-  missing = [key for key in wanted if key not in leaves]
-  _check_arrays(plan, stored.path, wanted, leaves, missing, resuming)
-  used = {leaves[key].key for key in load}
-  # What else than parameters another program keeps is not known here.
-  ours = [key for key in stored.leaves if plan.state is not None or key.startswith("target/")]
-  kinds = {"load": load, "initialise": missing, "drop": [key for key in ours if key not in used]}
-  sections: dict[str, dict[str, int]] = {}
-  for kind, keys in kinds.items():
-    for key in keys:
-      name = _SECTIONS.get(key.partition("/")[0], key)
-      sections.setdefault(name, dict.fromkeys(kinds, 0))[kind] += 1
-  return {
-    "path": stored.path,
-    "format": stored.format,
-    "step": stored.step,
-    "sparse_step": stored.sparse_step,
-    "rules": stored.rules,
-    "sections": sections,
-  }
-
-
-def _check_arrays(
-  plan: Plan,
-  path: str,
-  wanted: Mapping[str, Any],
-  leaves: Mapping[str, Any],
-  missing: Sequence[str],
-  resuming: bool,
+def _check_parameters(
+  plan: Plan, path: str, wanted: Mapping[str, Any], leaves: Mapping[str, Any]
 ) -> None:
-  """Notes arrays that the checkpoint lacks, or has in another shape."""
-  parameters = [key for key in wanted if key.startswith("target/")]
-  if plan.state is not None:
-    # T5X's transformations have refused what is missing, or let it start afresh.
-    parameters = [key for key in parameters if key in leaves]
-    # T5X fails at an array that is missing, but for a start that may fall back.
-    if missing and (resuming or not _restore_settings(plan).fallback_to_scratch):
-      plan.errors.append(
-        f"{path} lacks {len(missing)} arrays, such as {missing[0]}: continue with the OPTIMIZER "
-        "and the model file in the config.gin beside it"
-      )
-  shapes = lambda tree: {key: tuple(tree[key].shape) for key in parameters if key in tree}
+  """Notes parameters that the checkpoint lacks, or has in another shape."""
+  keys = [key for key in wanted if key.startswith("target/")]
+  shapes = lambda tree: {key: tuple(tree[key].shape) for key in keys if key in tree}
   if said := names.difference(shapes(wanted), shapes(leaves)):
     plan.errors.append(f"{path} is of another model: {said}. Take the model file of its run")
+
+
+def _sections(plan: Plan, stored: checkpoint.Stored, resuming: bool) -> dict[str, dict[str, int]]:
+  """Returns how much of each section T5X loads, initialises and drops; notes what does not fit."""
+  wanted = dict(flatten(plan.state.state_dict()))
+  leaves = _transformed(plan, stored, wanted, resuming)
+  load = [key for key in wanted if key in leaves]
+  missing = [key for key in wanted if key not in leaves]
+  # T5X's transformations have refused what is missing, or let it start afresh. T5X fails at an
+  # array that is missing, but for a start that may fall back.
+  if missing and (resuming or not _restore_settings(plan).fallback_to_scratch):
+    plan.errors.append(
+      f"{stored.path} lacks {len(missing)} arrays, such as {missing[0]}: continue with the "
+      "OPTIMIZER and the model file of the config.gin in its folder"
+    )
+  _check_parameters(plan, stored.path, {key: wanted[key] for key in load}, leaves)
+  used = {leaves[key].key for key in load}
+  dropped = [key for key in stored.leaves if key not in used]
+  kinds = {"load": load, "initialise": missing, "drop": dropped}
+  sections: dict[str, dict[str, int]] = {}  # by the first word of a key, such as 'target'
+  for kind, keys in kinds.items():
+    for key in keys:
+      sections.setdefault(key.partition("/")[0], dict.fromkeys(kinds, 0))[kind] += 1
+  return sections
 
 
 def _transformed(
@@ -212,6 +198,7 @@ def _transformed(
   leaves = stored.leaves
   if stored.in_place:  # to T5X the weights are those of a dense model
     leaves = {key: x for key, x in leaves.items() if not key.startswith("flax_mutables/")}
+  # No array is read: the transformations move and drop leaves.
   state: Any = nested(leaves)
   for function in settings.state_transformation_fns:
     called = functools.partial(function, is_resuming=True) if resuming else function

@@ -25,7 +25,7 @@ _TOO_LARGE = re.compile(r"\(([\d.]+[KMGT])\) exceeds available HBM \(([\d.]+[KMG
 
 
 def check(plan: Plan, name: str) -> dict[str, Any]:
-  """Returns the part `topology`; notes an error where a step does not fit or is not known.
+  """Returns the part `topology`; raises where a step does not fit or is not known.
 
   Args:
     plan: of the run.
@@ -36,22 +36,21 @@ def check(plan: Plan, name: str) -> dict[str, Any]:
   devices = topology.devices(name)
   lower = _local if plan.config.local else _t5x
   part: dict[str, Any] = {"name": name, "chips": len(devices)}
+  # The dense step has the same shapes and shardings, so the difference is sparsity's.
   dense = Rules({key: recipe("dense") for key in plan.rules.places})
   for kind, rules in (("dense", dense), ("sparse", None)):
     try:
       said = compiled.account(lower(plan, devices, rules).compile())._asdict()
-      part[kind] = said | {"collectives": dict(said["collectives"])}
-    except jax.errors.JaxRuntimeError as e:
+    except jax.errors.JaxRuntimeError as e:  # a page of text
       if (large := _TOO_LARGE.search(str(e))) is None:
         raise
-      plan.errors.append(
+      raise ValueError(
         f"{name}: the {kind} train step needs {large[1]}iB of each chip, which has {large[2]}iB: "
         "take a larger topology, more NUM_PARTITIONS, more microbatches, or remat"
-      )
-  if "dense" in part and "sparse" in part:
-    ratio = lambda key: part["sparse"][key] / part["dense"][key]
-    part["over_dense"] = {key: ratio(key) for key in ("bytes", "flops", "peak")}
-  return part
+      ) from e
+    part[kind] = said | {"collectives": dict(said["collectives"])}
+  ratio = lambda key: part["sparse"][key] / part["dense"][key]
+  return part | {"over_dense": {key: ratio(key) for key in ("bytes", "flops", "peak")}}
 
 
 def _local(plan: Plan, devices: Sequence[Any], rules: Rules | None) -> Any:

@@ -1,4 +1,4 @@
-"""What a run would do: which kernels become sparse, when, at which rate, and at what cost."""
+"""What a run would do: when kernels become sparse, at which rate, and at what cost."""
 
 # pyright: reportMissingImports=false, reportMissingModuleSource=false
 
@@ -11,35 +11,12 @@ import jax
 import numpy as np
 
 from nm_sparsity_jax.analysis.plan.build import Plan
-from nm_sparsity_jax.core.trees import alike, group
 from nm_sparsity_jax.training import flops
 from nm_sparsity_jax.training.sites import Assignment
 
 
-def kernels(assignment: Assignment) -> dict[str, Any]:
-  """Returns the part `kernels`: what is sparse, what is skipped and why, what no rule names.
-
-  `table` is the text that a run prints at its start.
-  """
-  fields = "rule", "shape", "axis", "pattern", "groups", "recipe", "remarks"
-  facts = {
-    path: (p.key, p.shape, p.axis, str(p.pattern), p.count, p.recipe.name, p.remarks)
-    for path, p in assignment.places.items()
-  }
-  dense = [path for path in assignment.dense if path.endswith("kernel")]
-  entry = lambda name, of: {"path": name, "count": len(of), "paths": of}
-  return {
-    "table": str(assignment),
-    "sparse": [
-      {**entry(name, of), **dict(zip(fields, fact, strict=True))} for name, of, fact in alike(facts)
-    ],
-    "skipped": [{**entry(name, of), "why": why} for name, of, why in alike(assignment.skipped)],
-    "dense": [entry(*named) for named in group(dense)],
-  }
-
-
 def schedule(assignment: Assignment, offset: int = 0) -> list[dict[str, Any]]:
-  """Returns the part `schedule`: sparse steps beside global ones.
+  """Returns the part `schedule`: what happens at which steps, of the run and global ones.
 
   Recipes that differ have a timeline each, and so have axes of lengths that differ in theirs.
 
@@ -57,13 +34,7 @@ def schedule(assignment: Assignment, offset: int = 0) -> list[dict[str, Any]]:
       "axis_sizes": sorted({place.axis_size for place in places}),
       "recipe": recipe.name,
       "pattern": recipe.pattern,
-      "gradient": recipe.gradient_mode,
-      "keeps_mask": recipe.stateful,
-      # A segment ends where pattern or D changes, which is not where a phase ends.
-      "dense_until": recipe.phases.dense,
-      "finetune_from": recipe.phases.finetune_start,
-      "offset": offset,
-      "segments": [vars(segment) for segment in segments],
+      "segments": [{"global_start": offset + s.start, **vars(s)} for s in segments],
     }
     for (recipe, segments), places in timelines.items()
   ]
@@ -93,7 +64,7 @@ _POINTS = 256  # of the learning rate
 def rate(plan: Plan) -> dict[str, Any] | None:
   """Returns the part `learning_rate`, its first, highest and last value; None where it is unknown.
 
-  It warns where the run ends in its warm-up, and where T5X's optimizer has a rate of its own.
+  It warns where T5X's optimizer has a rate of its own.
   """
   config, steps, offset = plan.config, plan.number("SPARSE_STEPS"), 0
   if config.program != "train" or not steps:
@@ -118,12 +89,6 @@ def rate(plan: Plan) -> dict[str, Any] | None:
     with jax.numpy_dtype_promotion("standard"):  # T5X's and users' own
       function = jax.vmap(function)(at + np.int32(offset))
   values = np.broadcast_to(np.asarray(function, np.float64), at.shape)
-  warmup = plan.number("WARMUP_STEPS") or 0
-  if "warmup" in str(config.get("LEARNING_RATE_FACTORS")) and steps <= warmup:
-    plan.warnings.append(
-      f"the run has SPARSE_STEPS={steps:,}, and the learning rate warms up for WARMUP_STEPS="
-      f"{warmup:,}: it ends at {values[-1]:.3g}. Lower WARMUP_STEPS"
-    )
   return {"first": values[0], "highest": values.max(), "last": values[-1]}
 
 
@@ -143,6 +108,7 @@ def cost(plan: Plan, assignment: Assignment) -> dict[str, Any] | None:
     training = {
       "steps": steps,
       "batch_size": batch,
+      # A backward pass costs two forward passes.
       "dense": 3 * dense.flops * steps * batch,
       "sparse": flops.training(dense, plan.rules, batch).flops,
     }

@@ -1,15 +1,16 @@
-"""What a run would do, without running it: gin files in, a report of plain values out."""
+"""What a run would do, without running it: gin files in, a report of plain values or text out."""
 
 from __future__ import annotations
 
 import json
 import os
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from nm_sparsity_jax.analysis.plan import checks, chips, contents
 from nm_sparsity_jax.analysis.plan.build import Plan
+from nm_sparsity_jax.core.text import columns
 from nm_sparsity_jax.integrations.gin_files import Config, folder
 
 
@@ -30,8 +31,8 @@ def plan(
   ...   ["T5_SIZE = 'tiny'", "RECIPE = 'sr_ste'", "PATTERN = '1:8'", "SPARSE_STEPS = 100"],
   ...   search_paths=[gin_files.folder()],
   ... )
-  >>> report["ok"], [kernel["pattern"] for kernel in report["kernels"]["sparse"]][:2]
-  (True, ['1:8', '1:8'])
+  >>> report["ok"], report["schedule"][0]["pattern"]
+  (True, '1:8')
 
   Args:
     gin_files: those of t5x.train, t5x.eval, t5x.infer, or of the local runner. A model file and
@@ -45,8 +46,7 @@ def plan(
   Returns:
     Plain values, those of `nm-sparsity plan --json`: 'ok', False if there are errors; 'errors',
     'warnings' and 'notes', texts; and, as far as they can be known, 'program', 'kernels',
-    'schedule', 'learning_rate', 'loss', 'cost', 'topology' and 'restore'. `render` makes text of
-    it.
+    'schedule', 'learning_rate', 'loss', 'cost', 'topology' and 'restore'.
   """
   config = Config([*search_paths, folder()], gin_files, bindings)
   with config, warnings.catch_warnings():
@@ -61,6 +61,7 @@ def plan(
       "warnings": list(dict.fromkeys(made.warnings)),
       "notes": made.notes,
     }
+    # Patterns and paths become text, so that --json and Python give the same.
     return json.loads(json.dumps(report, default=str))
 
 
@@ -69,11 +70,11 @@ def _parts(made: Plan, checkpoint: str | None, topology: str | None) -> dict[str
   attempt, assignment = made.attempt, None
   parts: dict[str, Any] = {"program": made.config.program}
   if made.params is not None and made.rules is not None:
-    assignment = attempt("rules", made.rules.assign, made.params)
+    assignment = attempt(made.rules.assign, made.params)
   elif made.params is not None and not made.config.is_set("RULES"):
     made.notes.append("there are no rules: this run is dense, and knows nothing of sparsity")
   if assignment is not None:
-    parts["kernels"] = contents.kernels(assignment)
+    parts["kernels"] = str(assignment)
     parts["schedule"] = contents.schedule(assignment, made.number("PRETRAINED_STEPS") or 0)
     for timeline in parts["schedule"]:
       if (d := timeline["segments"][-1]["decay_stop"]) > 0:
@@ -81,12 +82,44 @@ def _parts(made: Plan, checkpoint: str | None, topology: str | None) -> dict[str
           f"{', '.join(timeline['rules'])}: the run ends with D = {d:.3g}, so weights are n:m only "
           "after nms.finalize; set FINETUNE_STEPS to train them as n:m"
         )
-    parts["cost"] = attempt("cost", contents.cost, made, assignment)
-  parts["learning_rate"] = attempt("learning rate", contents.rate, made)
+    parts["cost"] = attempt(contents.cost, made, assignment)
+  parts["learning_rate"] = attempt(contents.rate, made)
   if made.rules is not None and made.trains:
-    parts["loss"] = attempt("loss", contents.loss, made)
+    parts["loss"] = attempt(contents.loss, made)
   if topology is not None and not made.errors:  # it takes minutes
-    parts["topology"] = attempt("--topology", chips.check, made, topology)
-  checks.check(made)
-  parts["restore"] = attempt("the checkpoint", checks.restore, made, checkpoint)
+    parts["topology"] = attempt(chips.check, made, topology)
+  attempt(checks.check, made)
+  parts["restore"] = attempt(checks.restore, made, checkpoint)
   return parts
+
+
+def render(report: Mapping[str, Any]) -> str:
+  """Returns a report as text, its errors last, where the eye is.
+
+  Args:
+    report: what `plan` returns.
+  """
+  blocks = [report.get("kernels", "")]
+  for part in report.get("schedule", ()):
+    title = ", ".join(f"{name}: {part[name]}" for name in part if name != "segments")
+    rows = [[*part["segments"][0]], *([*segment.values()] for segment in part["segments"])]
+    blocks.append("\n".join([title, *columns(rows)]))
+  apart = ("ok", "kernels", "schedule", "errors", "warnings")
+  blocks.append("\n".join(_lines({k: v for k, v in report.items() if k not in apart})))
+  for kind in ("warnings", "errors"):
+    if found := report[kind]:
+      blocks.append("\n".join([f"{len(found)} {kind}", *(f"  - {text}" for text in found)]))
+  if report["ok"]:
+    blocks.append("Nothing stands in the way.")
+  return "\n\n".join(filter(None, blocks))
+
+
+def _lines(part: Mapping[str, Any], indent: str = "") -> Iterator[str]:
+  """Yields each value with its name; a part of a part is indented."""
+  for name, value in part.items():
+    if isinstance(value, Mapping):
+      yield f"{indent}{name}"
+      yield from _lines(value, f"{indent}  ")
+    elif value not in (None, []):
+      digits = ",.6g" if isinstance(value, float) else "," if isinstance(value, int) else ""
+      yield f"{indent}{name}: {value:{digits}}"

@@ -1,9 +1,8 @@
 """A sweep's file: recipes x patterns x seeds as runs of the local runner.
 
-    FILE.toml -> [read] -> Sweep: its cells, seed by seed
+    FILE.toml -> [read] -> Sweep: its runs, seed by seed, each made as its own process will make it
 
-A cell is what `nm-sparsity train` makes of the file's gin files and macros, in a folder of its own.
-`sweep.check` reads the gin files; this module looks at the file alone.
+A run is what `nm-sparsity train` makes of the file's gin files and macros, in a folder of its own.
 """
 
 from __future__ import annotations
@@ -11,31 +10,27 @@ from __future__ import annotations
 import dataclasses
 import pathlib
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from nm_sparsity_jax.core import errors
-from nm_sparsity_jax.core.patterns import NM
 from nm_sparsity_jax.integrations import gin_files
-from nm_sparsity_jax.runs import files
+from nm_sparsity_jax.runs import files, folders
+from nm_sparsity_jax.runs import settings as run_settings
 
-_REQUIRED: Mapping[str, type] = {"out": str, "gin_files": list, "recipes": list, "seeds": list}
-_KEYS: Mapping[str, type] = {
-  **_REQUIRED, "patterns": list, "baseline": str, "dense": bool, "macros": dict, "start": dict,
-  "variants": dict,
-}  # fmt: skip
+_REQUIRED = ("out", "gin_files", "recipes", "patterns", "seeds")
+_OPTIONAL = ("baseline", "macros", "start", "variants")
 _SET_BY_SWEEP = {"PATTERN", "RANDOM_SEED", "DATA_SEED", "MODEL_DIR"}
 START = "start"  # the name of the dense runs that others start from
 # A dense run refuses these.
-_DENSE: Mapping[str, Any] = dict.fromkeys(("BETA", "GRADIENT", "RECIPE_FIELDS"))
+_DENSE: Mapping[str, Any] = dict.fromkeys(("PATTERN", "BETA", "GRADIENT", "RECIPE_FIELDS"))
 _FROM_SCRATCH = {
   "RECIPE": "dense", "DENSE_STEPS": 0, "FINETUNE_STEPS": 0, "INITIAL_CHECKPOINT_PATH": None,
 }  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Cell:
-  """One run.
+class Run:
+  """One run, and what its folder says of it.
 
   Attributes:
     recipe: its name, or a variant's; 'start' of a run that others start from.
@@ -43,7 +38,8 @@ class Cell:
     seed: of parameters, dropout and data.
     folder: its MODEL_DIR.
     macros: all that the sweep's file says, and the above.
-    start: the run whose last checkpoint it starts from.
+    steps: how many it has.
+    start: the run that it starts from, with its last checkpoint.
   """
 
   recipe: str
@@ -51,12 +47,39 @@ class Cell:
   seed: int
   folder: pathlib.Path
   macros: Mapping[str, Any]
-  start: Cell | None = None
+  steps: int
+  start: Run | None = None
 
   @property
   def name(self) -> str:
     """Returns the name of its folder, such as 'sr_ste-1_8-seed0'."""
     return self.folder.name
+
+  @property
+  def failure(self) -> pathlib.Path:
+    """Returns the file that says, as JSON, why it failed, until it is tried again."""
+    return self.folder / "failed.json"
+
+  @property
+  def last(self) -> int:
+    """Returns the global step at which it ends, once it has begun."""
+    return files.read_json(self.folder / "run.json", {}).get("start", 0) + self.steps
+
+  def why_failed(self) -> str:
+    """Returns why it failed; '' if it did not."""
+    return files.read_json(self.failure, {}).get("error", "")
+
+  def is_done(self) -> bool:
+    """Returns whether it has its last evaluation and checkpoint."""
+    return folders.is_done(self.folder, self.last)
+
+  def state(self) -> str:
+    """Returns 'done', 'failed', 'begun' or 'open'."""
+    if self.is_done():
+      return "done"
+    if self.why_failed():
+      return "failed"
+    return "begun" if folders.steps(self.folder) else "open"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -69,8 +92,8 @@ class Sweep:
     gin_files: of each run, in order.
     recipes, patterns, seeds: the grid.
     baseline: the recipe that the others are compared with.
-    cells: all runs in the order in which they are done: of each seed its start, if there is a
-      table [start], its dense run, and the others.
+    runs: all runs in the order in which they are done: of each seed its start, if there is a
+      table [start], and the others.
     imports: modules that each run imports first.
   """
 
@@ -81,104 +104,122 @@ class Sweep:
   patterns: Sequence[str]
   seeds: Sequence[int]
   baseline: str
-  cells: Sequence[Cell]
+  runs: Sequence[Run]
   imports: Sequence[str] = ()
 
-  def command(self, cell: Cell) -> list[str]:
+  def command(self, run: Run) -> list[str]:
     """Returns the words of the command that makes a run, after `nm-sparsity`."""
     modules = [f"--import={name}" for name in self.imports]
     named = [f"--gin_file={file}" for file in self.gin_files]
-    return ["train", *modules, *named, *(f"--gin.{name}={v!r}" for name, v in cell.macros.items())]
+    macros = {name: repr(value) for name, value in run.macros.items()}
+    # A shell wants single quotes around the word, so a gin string has double ones where it can.
+    double = lambda text: text if '"' in text else text.replace("'", '"')
+    return ["train", *modules, *named, *(f"--gin.{k}={double(v)}" for k, v in macros.items())]
 
 
-def read(file: str, imports: Sequence[str] = ()) -> Sweep:
-  """Reads a sweep's file.
+def read(file: str, imports: Sequence[str] = (), data: bool = False) -> Sweep:
+  """Reads a sweep's file, and makes every run as its own process will; starts nothing.
 
-      sweep = read("examples/sweep_mini_glue.toml")
-      [cell.name for cell in sweep.cells]    # ['start-seed0', 'dense-seed0', ...]
+      grid = sweep.read("examples/sweep_mini_glue.toml")
+      [run.name for run in grid.runs]    # ['start-seed0', 'dense-seed0', ...]
 
   Args:
     file: a path, from here or from the folder that `nm-sparsity gin-path` prints; docs/sweep.md
       describes what is in it.
     imports: modules of your own, such as one that registers a recipe. You have imported them; each
       run is a process of its own and imports them too.
+    data: also lets the workload look at its data, such as tasks, which need seqio.
 
   Raises:
-    ValueError: there is no such file, it is not TOML, or a key is unknown, missing or wrong.
+    ValueError: there is no such file, it is not TOML, a key or a setting is wrong, or a setting
+      differs from that of a run that is there. It names the file and the run.
   """
   text = files.read_text(gin_files.find(file))
+  gin_files.see_modules_here()
   try:
-    return _sweep(file, tomllib.loads(text), imports)
+    table = tomllib.loads(text)  # its error is a ValueError too
+    _check_keys(table)
+    grid = {name: list(dict.fromkeys(table[name])) for name in ("recipes", "patterns", "seeds")}
+    baseline = table.get("baseline", grid["recipes"][0])
+    if baseline not in grid["recipes"]:
+      raise ValueError(f"baseline={baseline!r}: name one of the recipes.")
+    sweep = Sweep(
+      file=file, out=pathlib.Path(table["out"]).expanduser(), gin_files=table["gin_files"],
+      **grid, baseline=baseline, runs=(), imports=tuple(imports),
+    )  # fmt: skip
+    return dataclasses.replace(sweep, runs=tuple(_runs(sweep, table, data)))
   except ValueError as e:
     raise ValueError(f"{file}: {e}") from e
 
 
-def _sweep(file: str, table: Mapping[str, Any], imports: Sequence[str]) -> Sweep:
-  _check_keys(table)
-  recipes = list(dict.fromkeys(table["recipes"]))
-  baseline = table.get("baseline", recipes[0])
-  # Without a dense run of the same steps, nothing says what sparsity costs: training on makes a
-  # dense network better too.
-  if "dense" not in recipes and table.get("dense", True):
-    recipes.insert(0, "dense")
-  if baseline not in recipes:
-    raise ValueError(f"baseline={baseline!r}: name one of the recipes, {', '.join(recipes)}.")
-  seeds = list(dict.fromkeys(table["seeds"]))
-  patterns = [str(NM.parse(text)) for text in table.get("patterns", [])]
-  if not patterns and recipes != ["dense"]:
-    raise ValueError("patterns is missing or empty: give a list such as ['1:8'].")
-  out, macros = pathlib.Path(table["out"]).expanduser(), table.get("macros", {})
-  cells = []
-  for seed in seeds:
-    errors.check_seed("seeds", seed)
-    start, own = None, dict(macros)
-    if START in table:
-      dense = {**macros, **table[START], **_FROM_SCRATCH}
-      start = _cell(START, None, seed, out, dense)
-      last = start.folder / f"checkpoint_{dense['SPARSE_STEPS']}"
-      own["INITIAL_CHECKPOINT_PATH"] = str(last)
-      cells.append(start)
-    for recipe in recipes:
-      mine = {"RECIPE": recipe, **own, **table.get("variants", {}).get(recipe, {})}
-      for pattern in [None] if recipe == "dense" else patterns:
-        cells.append(_cell(recipe, pattern, seed, out, mine, start))
-  return Sweep(
-    file=file, out=out, gin_files=table["gin_files"], recipes=recipes, patterns=patterns,
-    seeds=seeds, baseline=baseline, cells=cells, imports=tuple(imports),
-  )  # fmt: skip
-
-
 def _check_keys(table: Mapping[str, Any]) -> None:
-  for key, value in table.items():
-    if key not in _KEYS:
-      there = ", ".join(_KEYS)
-      raise ValueError(f"unknown key {key!r}: there is {there}. A gin macro belongs in [macros].")
-    if not isinstance(value, _KEYS[key]):
-      raise ValueError(f"{key}={value!r}: give a {_KEYS[key].__name__}.")
+  if unknown := sorted(table.keys() - {*_REQUIRED, *_OPTIONAL}):
+    raise ValueError(f"unknown keys {unknown}. A gin macro belongs in [macros].")
   if missing := [key for key in _REQUIRED if not table.get(key)]:
     raise ValueError(f"{', '.join(missing)}: missing or empty.")
   of_run = {*_SET_BY_SWEEP, "RECIPE"} | ({"INITIAL_CHECKPOINT_PATH"} if START in table else set())
-  for macros, elsewhere in (
-    (table.get("macros", {}), of_run),
-    (table.get(START, {}), of_run),
-    *((variant, _SET_BY_SWEEP) for variant in table.get("variants", {}).values()),
-  ):
-    if theirs := sorted(elsewhere & macros.keys()):
-      raise ValueError(f"{', '.join(theirs)}: set by the sweep. Leave it out.")
-  if START in table and not {**table.get("macros", {}), **table[START]}.get("SPARSE_STEPS"):
-    raise ValueError("start: SPARSE_STEPS is missing: set the steps of that dense run.")
+  variants = table.get("variants", {}).values()
+  set_here = {*table.get("macros", {}), *table.get(START, {})} & of_run
+  if theirs := sorted(set_here.union(*(_SET_BY_SWEEP & variant.keys() for variant in variants))):
+    raise ValueError(f"{', '.join(theirs)}: set by the sweep. Leave it out.")
 
 
-def _cell(
-  recipe: str,
-  pattern: str | None,
-  seed: int,
-  out: pathlib.Path,
-  macros: Mapping[str, Any],
-  start: Cell | None = None,
-) -> Cell:
-  words = [recipe, *([pattern.replace(":", "_")] if pattern else []), f"seed{seed}"]
-  folder = out / "-".join(words)
-  ours = {"PATTERN": pattern, "RANDOM_SEED": seed, "DATA_SEED": seed, "MODEL_DIR": str(folder)}
-  macros = {**macros, **ours, **({} if pattern else _DENSE)}
-  return Cell(recipe=recipe, pattern=pattern, seed=seed, folder=folder, macros=macros, start=start)
+def _runs(sweep: Sweep, table: Mapping[str, Any], data: bool) -> Iterator[Run]:
+  """Yields all runs; raises at the first one with a mistake."""
+  known: dict[tuple, int] = {}  # recipe, pattern -> steps; seeds change nothing of them
+
+  def made(
+    recipe: str, pattern: str | None, seed: int, macros: dict[str, Any], start: Run | None = None
+  ) -> Run:
+    words = [recipe, *([pattern.replace(":", "_")] if pattern else []), f"seed{seed}"]
+    folder = sweep.out / "-".join(words)
+    macros |= {"PATTERN": pattern} if pattern else _DENSE
+    macros |= {"RANDOM_SEED": seed, "DATA_SEED": seed, "MODEL_DIR": str(folder)}
+    run = Run(
+      recipe=recipe, pattern=pattern, seed=seed, folder=folder, macros=macros, start=start,
+      steps=known.get((recipe, pattern), 0),
+    )  # fmt: skip
+    try:
+      steps = _steps(sweep, run, data and not known)  # all runs share their data
+    except Exception as e:  # gin calls the code of users
+      raise ValueError(f"{run.name}: {gin_files.message(e)}") from e
+    known[recipe, pattern] = steps
+    return dataclasses.replace(run, steps=steps)
+
+  shared = table.get("macros", {})
+  # Seed by seed, so that a sweep that is stopped has whole seeds to compare.
+  for seed in sweep.seeds:
+    start, own = None, dict(shared)
+    if START in table:
+      start = made(START, None, seed, {**shared, **table[START], **_FROM_SCRATCH})
+      yield start
+      own["INITIAL_CHECKPOINT_PATH"] = str(start.folder / f"checkpoint_{start.steps}")
+    for recipe in sweep.recipes:
+      variant = {"RECIPE": recipe, **own, **table.get("variants", {}).get(recipe, {})}
+      for pattern in [None] if recipe == "dense" else sweep.patterns:
+        yield made(recipe, pattern, seed, dict(variant), start)
+
+
+def _steps(sweep: Sweep, run: Run, data: bool) -> int:
+  """Makes a run with unknown steps, and asks it what it refuses; returns its steps."""
+  from nm_sparsity_jax.trainer import train
+
+  bindings = [f"{name} = {value!r}" for name, value in run.macros.items()]
+  with gin_files.read(sweep.gin_files, bindings, [".", gin_files.folder()], "train") as config:
+    steps = run.steps
+    if not steps:
+      made = config.argument("run")
+      made.check()
+      # Rules with patterns of their own would make the sweep's patterns idle.
+      patterns = {str(recipe.pattern) for recipe in made.model.rules.places.values()}
+      if run.pattern and run.pattern not in patterns:
+        raise ValueError(
+          f"its rules have the patterns {sorted(patterns)}, since SPARSITY_RULES names its own. "
+          "Give places without one, {'ff': None}, in a gin file."
+        )
+      if data:
+        made.model.workload.check()
+      steps = made.sparse_steps
+    # Of every run: a folder that is there may have other settings.
+    run_settings.refuse_changed(run.folder, train.settings_of(config.settings("Run")))
+  return steps
