@@ -38,6 +38,8 @@ def get_config():
       ds=_data(seed=1, training=False),
     )
   }
+  # One process makes several runs, and jax has one profiler.
+  cfg.profiler = kd.inspect.Profiler(first_profile=1000)
   cfg.log_metrics_every = cfg.log_summaries_every = 1000  # each is a program of its own
   return cfg
 
