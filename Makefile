@@ -32,7 +32,7 @@ BY_FILE := --dist loadfile
 SOURCES := $(wildcard nm_sparsity_jax t5x_tasks tests benchmarks docs examples setup.py)
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart venv kauldron test test-slow test-floors coverage mutants sanitize wheel style check docs notebook browser clean
+.PHONY: help quickstart venv kauldron test test-slow test-floors coverage mutants sanitize wheel style check docs notebook clean
 
 help:  ## say what each target does
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' Makefile
@@ -94,10 +94,6 @@ docs: $(STAMP)  ## build the site of README.md and docs/ into site/
 notebook: $(STAMP)  ## run the notebook in examples/ anew, with its outputs
 	$(PY) -c "import nbclient, nbformat; name = 'examples/quickstart.ipynb'; book = nbformat.read(name, 4); \
 	  nbclient.NotebookClient(book, record_timing=False).execute(); nbformat.write(book, name)"
-
-browser:  ## install Chromium, in which a test looks at reports (Debian or Ubuntu, as root)
-	@[ "$$(id -u)" = 0 ] || { echo "error: apt-get needs root: sudo make browser" >&2; exit 1; }
-	apt-get update -q && apt-get install -y -q --no-install-recommends chromium fonts-dejavu-core
 
 clean:  ## remove caches and build output; the environment stays
 	rm -rf build dist site *.egg-info .pytest_cache .ruff_cache .hypothesis .coverage

@@ -263,7 +263,7 @@ setuptools.setup(
     "nm_sparsity_jax": ["py.typed", "*.gin"],
     "nm_sparsity_jax.runs": ["published.json"],
     "nm_sparsity_jax.core.packed": ["table.json"],
-    "nm_sparsity_jax.analysis": ["page.html.jinja", "page.css"],
+    "nm_sparsity_jax.analysis": ["page.html.jinja"],
   },
   ext_modules=[
     setuptools.Extension(

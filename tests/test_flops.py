@@ -170,7 +170,6 @@ def test_training_is_the_sum_of_its_steps(name, fields):
   "call, word",
   [
     (lambda c: c.select("conv"), "names nothing"),
-    (lambda c: flops.inference(c, nms.Rules({"conv": RECIPE})), "names nothing"),
     (lambda c: flops.inference(c, {"q": "1:16"}), "multiple of 16"),
     (lambda c: flops.training(c, {}), "`steps`"),
     (lambda c: flops.training(c, {"ff": RECIPE}, steps=50), "50 and 100 steps"),

@@ -8,6 +8,7 @@ from flax import linen as nn
 from reference_arrays import assert_same
 
 import nm_sparsity_jax as nms
+from nm_sparsity_jax.core.trees import flatten
 from nm_sparsity_jax.training import layers
 
 
@@ -60,15 +61,99 @@ def test_dense_general_is_the_einsum_over_a_two_dimensional_kernel():
   np.testing.assert_allclose(layer.apply(variables, X), z, 1e-6, 1e-6)
 
 
+# --- every recipe: a network is its dense twin on sparsify's parameters ---------------------------
+
+PHASES = nms.Phases(total=24, dense=4, finetune=6)
+FIELDS = {
+  "sdgf_stepwise": {"decay_kind": "linear"},
+  "sdgf_geometric": {"k": 4},
+  "custom": {"path": ((5, "4:8", 1.0), (11, "1:4", 0.5), (14, "1:4", 0.0))},
+  "snip": {"batches": 2},
+}
+EACH = {
+  name: nms.recipe(name, pattern="1:4", phases=PHASES, **FIELDS.get(name, {}))
+  for name in nms.recipes.RECIPES
+}
+KINDS = {
+  "DenseGeneral": (layers.DenseGeneral, {}),
+  "Dense": (layers.Dense, {}),
+  "Conv": (layers.Conv, {"kernel_size": (2,)}),
+}
+
+
+class Block(nn.Module):
+  """The sum of one layer a recipe, so that no recipe's gradient hides another's."""
+
+  kind: str
+  rules: nms.Rules | None
+
+  @nn.compact
+  def __call__(self, x, _):
+    make, fields = KINDS[self.kind]
+    # bfloat16, so that a mask after the cast would be another.
+    each = (make(16, **fields, dtype=jnp.bfloat16, rules=self.rules, name=name) for name in EACH)
+    return x + jnp.tanh(sum(layer(x) for layer in each)).astype(x.dtype), None
+
+
+@pytest.mark.parametrize(
+  "scanned, kind", [(True, "DenseGeneral"), (False, "Dense"), (True, "Conv")]
+)
+def test_sparse_layers_are_the_dense_ones_on_sparsified_parameters(scanned, kind):
+  """Outputs and gradients, also under remat in a scan that stacks parameters along axis 1."""
+  block = Block
+  if scanned:
+    axes = {"params": 1, layers.STATE_COLLECTION: 1, "params_axes": 1}
+    block = nn.scan(
+      nn.remat(Block, prevent_cse=False), variable_axes=axes, variable_broadcast=layers.COLLECTION,
+      split_rngs={"params": True}, length=2,
+    )  # fmt: skip
+  # The axes are for the tree functions: layers know their own, and see no stacked axis.
+  layer_rules = nms.Rules({f"{name}/kernel": recipe for name, recipe in EACH.items()})
+  rules = layer_rules.with_axes({".*": scanned + 1 if kind == "Conv" else 0})
+  sparse, dense, x = block(kind, layer_rules), block(kind, None), normal(2, 2, 3, 16)
+  empty = dict(jax.eval_shape(sparse.init, jax.random.key(0), x, None))
+  shapes = empty.pop("params")
+  rng = np.random.default_rng(1)
+  params = jax.tree.map(lambda s: jnp.asarray(rng.normal(size=s.shape) / 8, jnp.float32), shapes)
+  state = nms.init_state(params, rules)
+  assert {p: m.shape for p, m in flatten(empty[layers.STATE_COLLECTION])} == {
+    p: m.shape for p, m in flatten(state["mask"])
+  }
+
+  def outputs_and_grads(network, params, rest):
+    def loss(params):
+      y = network.apply({**rest, "params": params}, x, None)[0]
+      return jnp.sum(jnp.sin(y)), y
+
+    return jax.value_and_grad(loss, has_aux=True)(params)
+
+  @jax.jit
+  def both(params, step, state):
+    got = outputs_and_grads(sparse, params, layers.with_step(empty, step, state))
+    effective, back = jax.vjp(lambda p: nms.sparsify(p, rules, step, state), params)
+    want, grads = outputs_and_grads(dense, effective, {})
+    return got, (want, back(grads)[0])
+
+  @jax.jit
+  def update(params, state, step):
+    """Parameters wander, so that parent masks matter."""
+    grads = jax.tree.map(lambda w: jnp.cos(w * 1000 + step.astype(jnp.float32)) / 16, params)
+    params = jax.tree.map(jnp.subtract, params, grads)
+    return params, nms.update_state(state, params, rules, step + 1, grads)
+
+  for step in map(jnp.int32, range(PHASES.total + 1)):
+    assert_same(*both(params, step, state))
+    params, state = update(params, state, step)
+  assert both._cache_size() == 1  # one compilation serves all steps
+
+
 # --- misuse -------------------------------------------------------------------------------------
 
 EYE = jnp.eye(8)
-PHASES = nms.Phases(total=24, dense=4, finetune=6)
 
 
 def initialized(name, **kwargs):
-  recipe = nms.recipe(name, pattern="1:4", phases=PHASES)
-  layer = layers.Dense(3, rules=nms.Rules({"kernel": recipe}))
+  layer = layers.Dense(3, rules=nms.Rules({"kernel": EACH[name]}))
   return layer, layer.init(jax.random.key(0), EYE, **kwargs)
 
 
@@ -85,7 +170,6 @@ def test_a_layer_without_what_it_needs_says_so():
     ("needs the step", lambda: plain.apply(variables, EYE)),
     ("no mask was given", lambda: snip.apply({**filled, layers.STATE_COLLECTION: {}}, EYE)),
     ("init_state", lambda: snip.apply(layers.with_step(snips, PHASES.total), EYE)),
-    ("multiple of 4", lambda: plain.init(jax.random.key(0), EYE[:, :6])),
     # A part of a model, whose rules name the path in the whole: not quietly dense.
     ("was sparse", lambda: elsewhere.apply(whole, EYE)),
   ):
@@ -96,7 +180,7 @@ def test_a_layer_without_what_it_needs_says_so():
 @pytest.mark.parametrize("name", ["mdgf_linear", "idp"])
 def test_a_traced_step_or_mask_that_is_wrong_is_nan(name):
   layer, variables = initialized(name)
-  apply, late, recipe = jax.jit(layer.apply), PHASES.finetune_start, layer.rules.places["kernel"]
+  apply, late, recipe = jax.jit(layer.apply), PHASES.finetune_start, EACH[name]
   state = nms.init_state(variables["params"], layer.rules)
   wrong, good = [variables], layers.with_step(variables, late, state)
   if recipe.stateful:

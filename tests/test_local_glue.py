@@ -1,14 +1,13 @@
-"""mini-GLUE in the local runner by commands: train, score, infer on the test sets, submit."""
+"""mini-GLUE in the local runner by commands: train, score, infer on the test sets."""
 
 import json
 import warnings
-import zipfile
 
 import pytest
 import tasks_found
 
 from nm_sparsity_jax import cli
-from nm_sparsity_jax.runs import glue
+from nm_sparsity_jax.analysis.scores import submission
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # seqio, TensorFlow, clu and Orbax, on their own
 
@@ -42,7 +41,7 @@ def as_imported():
   tasks_found.register_again()
 
 
-def test_train_score_infer_submit(tmp_path, capsys):
+def test_train_score_infer(tmp_path, capsys):
   task, run, out = tmp_path / "task.gin", tmp_path / "run", tmp_path / "predictions"
   task.write_text(TASK)
   call = lambda name, *files, **macros: cli.main(
@@ -57,32 +56,16 @@ def test_train_score_infer_submit(tmp_path, capsys):
   assert cli.main(["glue", "score", str(run), "--checkpoint", "last", "--json"]) == 0
   (row,) = json.loads(capsys.readouterr().out)["runs"]
   last = json.loads((run / "evaluations.json").read_text())[-1]["metrics"]
-  assert {t: c["values"] for t, c in row["columns"].items()} == {
-    "MNLI-m": last["nm_glue_mini_mnli_matched"], "MNLI-mm": last["nm_glue_mini_mnli_mismatched"],
-  }  # fmt: skip
+  assert {task: c["values"] for task, c in row["columns"].items()} == last
   assert {c["step"] for c in row["columns"].values()} == {4}
-  assert row["recipe"] == "sr_ste" and row["places"] == {"ff": "1:4"} and row["mini"]
+  assert row["recipe"] == "sr_ste" and row["places"] == {"ff": "1:4"}
 
   where = dict(CHECKPOINT_PATH=str(run / "checkpoint_4"), INFER_OUTPUT_DIR=str(out))
   assert call("infer", "local_infer.gin", **where) == 0
-  zipped, said = tmp_path / "mini.zip", {}
-  for config in ("mnli_matched", "mnli_mismatched"):
-    file = out / f"nm_glue_mini_{config}-predict.jsonl-00000-of-00001"
-    lines = [json.loads(line) for line in file.read_text().splitlines()]
-    assert [line["inputs"].pop("idx") for line in lines] == list(range(10))
-    assert {line["inputs"]["targets_pretokenized"] for line in lines} == {"<unk>"}
-    assert all(x["inputs"]["inputs_pretokenized"].startswith("mnli hypothesis: ") for x in lines)
-    said[glue.TASKS[config].file] = [line["prediction"] for line in lines]
+  for task in last:
+    file = out / f"{task}-predict.jsonl-00000-of-00001"
+    assert [i for i, _ in submission.read(file)] == list(range(10))
+    lines = [json.loads(line)["inputs"] for line in file.read_text().splitlines()]
+    assert {line["targets_pretokenized"] for line in lines} == {"<unk>"}
+    assert all(x["inputs_pretokenized"].startswith("mnli hypothesis: ") for x in lines)
   assert not [p for p in out.iterdir() if p.suffix == ".tmp"]
-
-  submit = ["glue", "submit", str(out), "--mini", "--fill", "all", "--out", str(zipped)]
-  assert cli.main(submit) == 0
-  with zipfile.ZipFile(zipped) as z:
-    found = {name: z.read(name).decode().splitlines() for name in z.namelist()}
-  labels = glue.TASKS["mnli"].labels
-  assert found == {
-    name: ["index\tprediction", *(f"{i}\t{x if x in labels else labels[0]}"
-                                   for i, x in enumerate(texts))]
-    for name, texts in said.items()
-  }  # fmt: skip
-  assert cli.main(["glue", "submit", "--mini", "--validate", str(zipped)]) == 0

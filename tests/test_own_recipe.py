@@ -3,7 +3,6 @@
 The module lies in a folder of its own. A gin file imports it, or the flag --import names it.
 """
 
-import html
 import json
 import os
 import pathlib
@@ -114,7 +113,6 @@ def test_it_ends_with_its_own_deployed_weights(trained):
   assert not code, out + err
   found = json.loads(out)
   assert found["ok"] and len(found["places"]) == 2
-  assert f"hidden: soft 1:8, total={STEPS}, dense=4, finetune=4, scale=2.0" in found["rules"]
   before, after = (checkpoint.read(str(trained / name / f"checkpoint_{STEPS}"))
                    for name in ("run", "final"))  # fmt: skip
   for name in ("hidden_0", "hidden_1"):
@@ -134,7 +132,6 @@ def test_without_the_module_one_line_names_recipe_or_role(trained, monkeypatch):
     code, _, err = typed(trained, "verify", "run", *(f"--import={name}" for name in modules))
     assert code == 1 and unknown in err
   assert cli.main(["report", "run", "--out", "without.html"]) == 0
-  assert "is not registered" in html.unescape((trained / "without.html").read_text())
 
 
 COMMANDS = (

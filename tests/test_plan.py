@@ -116,7 +116,7 @@ def test_schedule_and_cost(run):
   segments = [(s["start"], s["stop"], s["decay_start"]) for s in part["segments"]]
   assert segments == [(0, 10, 1), (10, 70, 1), (70, 100, 0)]
   dense = T5(network.Transformer(network.T5Config(**SIZES)), lengths=LENGTHS).cost()
-  made = configure.rules({"ff": None}, "mdgf_linear", "1:4", **phases).places
+  made = configure.rules({"ff": None}, "mdgf_linear", "1:4", **phases)
   once, cost = nms.flops.inference(dense, made), report["cost"]
   near = lambda x: pytest.approx(x, rel=1e-9)
   assert cost["inference"] == {"dense": near(dense.flops), "sparse": near(once.flops)}

@@ -65,11 +65,9 @@ def test_a_role_names_its_kernels_and_what_no_role_names_stays_dense(project):
   words |= {"qk": ("q", "k"), "qkv": ("q", "k", "v", "qkv")}
   for word, those in words.items():
     find = nms.Rules({word: RECIPE}).find
-    # Also under the collection's name, as in a whole state.
-    for prefix in ("", "params/") if project == "T5X" else ("",):
-      assert {path: bool(find(prefix + path)) for path in kernels} == {
-        path: role in those for path, role in kernels.items()
-      }
+    assert {path: bool(find(path)) for path in kernels} == {
+      path: role in those for path, role in kernels.items()
+    }
 
 
 def test_the_networks_here_have_one_role_for_each_kernel():

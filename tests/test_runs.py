@@ -10,8 +10,9 @@ from unittest import mock
 import pytest
 
 import nm_sparsity_jax as nms
+from nm_sparsity_jax.analysis import run_folder
 from nm_sparsity_jax.runs import checkpoint as reader
-from nm_sparsity_jax.runs import files, folders, lock, results, settings, signals
+from nm_sparsity_jax.runs import files, folders, lock, settings, signals
 from nm_sparsity_jax.training import configure
 
 # --- checkpoints by name ------------------------------------------------------------------------
@@ -70,14 +71,15 @@ def test_the_rules_are_those_of_the_macros_where_no_checkpoint_tells(tmp_path):
 
 
 @pytest.mark.parametrize("recipe", ["dense", "sr_ste", "one_shot", "mdgf_linear", "sdgf_stepwise"])
-def test_the_target_holds_from_the_dense_phase_on_where_nothing_comes_between(recipe, tmp_path):
+def test_from_which_step_on_a_run_has_its_target_pattern(recipe, tmp_path):
   macros(
     tmp_path, RECIPE=recipe, PATTERN="1:8", SPARSITY_RULES={"ff": None}, SPARSE_STEPS=100,
     DENSE_STEPS=10, FINETUNE_STEPS=20, PRETRAINED_STEPS=1000,
   )  # fmt: skip
-  run = results.settings(tmp_path)
-  assert run.recipe == recipe and run.places == ({} if recipe == "dense" else {"ff": "1:8"})
-  assert run.target_from() == {"dense": 0, "sr_ste": 1010, "one_shot": 1010}.get(recipe, 1080)
+  run = run_folder.Run(tmp_path)
+  assert run.recipe == recipe and [*run.sparse] == ([] if recipe == "dense" else ["ff"])
+  targets = {"dense": 0, "mdgf_linear": 1070, "sdgf_stepwise": 1062}
+  assert run.target == targets.get(recipe, 1010)
 
 
 # --- settings that a resumed run must share -------------------------------------------------------

@@ -8,7 +8,6 @@ import re
 import subprocess
 import sys
 
-import browser
 import pages
 import pytest
 
@@ -51,19 +50,3 @@ def test_every_public_name_has_an_entry(site):
   text = "".join(f.read_text("utf-8") for f in site.glob("docs/api/*.html"))
   ids = set(re.findall(r'id="([\w.]+)"', text))
   assert {f"nm_sparsity_jax.{dotted}" for dotted in nms._HOME.values()} <= ids
-
-
-# What sticks out; tables and code of at most 100 columns that a reader has to scroll.
-CUT = """[document.documentElement.scrollWidth - document.documentElement.clientWidth, [
-  ...document.querySelectorAll('.md-typeset table:not([class])'),
-  ...[...document.querySelectorAll('.md-typeset pre > code')].filter(
-    c => c.textContent.split('\\n').every(line => line.length <= 100))
-].filter(e => e.scrollWidth > e.clientWidth + 1).map(e => e.textContent.slice(0, 80)).join('|')]"""
-
-
-@pytest.mark.skipif(browser.path() is None, reason="no Chromium here: `make browser` installs it")
-@pytest.mark.parametrize("name", ["index", "docs/vision", "docs/results", "docs/api/training"])
-def test_a_page_is_readable_in_a_browser(name, site, tmp_path):
-  phone, window = browser.ask(CUT, site / f"{name}.html", (400, 1280), tmp_path)
-  assert phone[0] <= 0 and window[0] <= 0
-  assert "api" in name or window[1] == ""

@@ -272,7 +272,7 @@ def test_means_intervals_differences_by_seed_and_the_page(here, capsys):
   assert code == 1
   assert (
     """
-score: mean of mini RTE, more is better; mean +- half of its 95 % interval (seeds)
+score: mean of nm_glue_mini_rte, more is better; mean +- half of its 95 % interval (seeds)
           1:4              1:8
   dense   91.0 +-12.7 (2)  91.0 +-12.7 (2)
   sr_ste  82.0 +-25.4 (2)  70.0 +-0.0 (2)
@@ -309,7 +309,7 @@ def test_a_score_needs_every_task_and_an_error_has_a_table_of_its_own(here, caps
       (folder / "inference_eval/nm_glue_mini_rte-metrics.jsonl").unlink()
       bad = {"step": 6, "pearson_corrcoef": 30.0, "spearman_corrcoef": math.nan}
       if name == "idp-1_4" and not seed:
-        (folder / "inference_eval/mine-metrics.jsonl").write_text(json.dumps(bad))
+        (folder / "inference_eval/mine-metrics.jsonl").write_text(json.dumps(bad) + "\n")
   found = json.loads(call(SMALL, capsys, "--table", "--json")[1])
   assert found["measures"] == ["score", "v", "v far", "mine", "loss"]
   assert found["less_is_better"] == ["v far"]

@@ -10,7 +10,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import test_t5 as t5
+import test_vision_models as images
 from flax import nnx
+from jax.sharding import PartitionSpec as P
 
 import nm_sparsity_jax as nms
 from nm_sparsity_jax.core import trace
@@ -104,12 +107,6 @@ def one_key(p, x):
   return jnp.einsum("hts,sk->thk", jnp.einsum("thk,sk->hts", q, k), k)
 
 
-def recurrent(p, x):
-  """From a first state that is learned."""
-  step = lambda h, x: (jnp.tanh(h @ p["hh"] + x @ p["xh"]),) * 2
-  return jax.lax.scan(step, p["first"], x[:, None])[1]
-
-
 def ensemble_of_convolutions(p, x):
   conv = lambda w: jax.lax.conv_general_dilated(x, w, (1,), "SAME", dimension_numbers=NWC)
   return jax.vmap(conv)(p["w"])
@@ -154,13 +151,8 @@ CASES = {
   "heads that share a key": (lambda: plain(one_key, (2, 8), q=(8, 3, 2), k=(8, 2)),
                              {"q": (0,), "k": (0,)}),
   "masked and scaled": (lambda: plain(masked, (2, 4), w=(4, 3)), {"w": (0,)}),
-  "a learned first state": (lambda: plain(
-    recurrent, (2, 4), first=(1, 5), hh=(5, 5), xh=(4, 5)), {"[hx]h": (0,)}),
   "an ensemble of convolutions": (lambda: plain(
     ensemble_of_convolutions, (1, 2, 5), w=(3, 3, 5, 6)), {"w": (2,)}),
-  "cond": (lambda: plain(
-    lambda p, x: jax.lax.cond(x.sum() > 0, lambda w: x @ w, lambda w: -(x @ w), p["w"]), (2, 4),
-    w=(4, 3)), {"w": (0,)}),
   # A product with one-hot vectors sums over nothing.
   "a look-up": (lambda: plain(
     lambda p, x: (jax.nn.one_hot(jnp.array([1, 0]), 6) @ p["table"] + x) @ p["w"], (2, 4),
@@ -228,6 +220,34 @@ def test_along_the_axes_of_for_model_weights_differ_by_their_inputs_alone(name):
   assert distinct >= len(want) / 2  # else the sizes of this case tell no axes apart
 
 
+def our_t5(**fields):
+  network = t5.make(**fields)
+  shapes = t5.shapes_of(network)
+  apply = lambda p, batch: network.apply({"params": p}, *batch, enable_dropout=False)
+  return apply, shapes["params"], t5.BATCH, shapes["params_axes"]
+
+
+def our_images(name):
+  network = images.network(name, **images.SMALLER[name])
+  variables = dict(images.shapes_of(network))
+  params, rest = variables.pop("params"), jax.tree.map(lambda s: jnp.ones(s.shape), variables)
+  return lambda p, x: network.apply({**rest, "params": p}, x), params, images.images(network), {}
+
+
+@pytest.mark.parametrize(
+  "make, fields",
+  [(our_t5, {}), (our_t5, dict(scan_layers=True, remat_policy="minimal")),
+   *((our_images, dict(name=name)) for name in images.FAMILIES)],
+)  # fmt: skip
+def test_our_networks_contract_what_names_say(make, fields):
+  function, params, inputs, logical = make(**fields)
+  # The network of relative positions of a Swin gets constants alone.
+  rules = nms.Rules({"(?!.*cpb_mlp).*kernel": RECIPE}, indivisible="pad").with_logical_axes(logical)
+  traced = trace.trace(function, params, inputs)
+  named = axes_of(rules, params)
+  assert len(named) > 5 and named.items() <= traced.axes.items()
+
+
 # --- what is refused ------------------------------------------------------------------------------
 
 
@@ -247,6 +267,7 @@ REFUSED = {
   "sort": (lambda p, x, d: x @ jnp.sort(p["w"]), "sort"),
   "times constants": (lambda p, x, d: x @ (p["w"] @ jnp.ones((4, 4))), "constant"),
   "cut axis": (lambda p, x, d: x[:, :2] @ p["w"].reshape(2, 8), "part"),
+  "cut rows": (lambda p, x, d: x @ p["w"][:, :3].reshape(3, 4).T, "reshape"),
   "sum of experts": (lambda p, x, d: x @ p["e"].sum(0), "no product"),
   # Data meets the weight before the product.
   "tied embedding": (lambda p, x, d: p["w"][d["ids"]] @ p["w"].T, "data.*gather"),
@@ -257,6 +278,9 @@ REFUSED = {
   "scan, swapped": (
     lambda p, x, d: in_scan(lambda w, v, h: (v, w, h @ w @ v.T), p["w"], p["v"], x),
     "turn to turn"),
+  "while, its condition": (
+    lambda p, x, d: jax.lax.while_loop(
+      lambda h: (h @ p["w"].T).sum() > 1, lambda h: h @ p["w"], x), "along"),
   "branches": (
     lambda p, x, d: x @ jax.lax.cond(x.sum() > 0, lambda: p["w"], lambda: p["w"].T), "along"),
   # A mixture of kernels is contracted along the experts first.
@@ -282,16 +306,27 @@ def test_what_cannot_be_followed_is_refused(name):
 # --- multiply-adds, and rules ---------------------------------------------------------------------
 
 
+def on_four_devices(function, *specs):
+  mesh = jax.sharding.AbstractMesh((4,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
+  mapped = jax.shard_map(function, mesh=mesh, in_specs=specs, out_specs=P("d"), check_vma=False)
+  return lambda p, x: mapped(p["w"], x)
+
+
+gather = functools.partial(jax.lax.all_gather, axis_name="d", tiled=True)
+scatter = functools.partial(jax.lax.psum_scatter, axis_name="d", tiled=True)
+
+
 @pytest.mark.parametrize(
   "function",
   [
     lambda p, x: jax.lax.fori_loop(0, 8, lambda i, h: h + x[i] @ p["w"], jnp.zeros(4)),
     lambda p, x: jax.lax.ragged_dot(x, p["w"][None], jnp.array([8])),
-    lambda p, x: jax.lax.cond(x.sum() > 0, lambda w: x @ w, lambda w: x[:, :4], p["w"]),
+    on_four_devices(lambda w, x: scatter(x @ w), P("d"), P(None, "d")),
+    on_four_devices(lambda w, x: x @ gather(w), P("d"), P("d")),
   ],
-  ids=["turns", "ragged", "one branch"],
+  ids=["turns", "ragged", "tensor parallel", "gathered"],
 )
-def test_multiply_adds_count_turns(function):
+def test_multiply_adds_count_turns_and_devices(function):
   shape = lambda *sizes: jax.ShapeDtypeStruct(sizes, "float32")
   found = trace.trace(function, {"w": shape(16, 4)}, shape(8, 16))
   assert found.macs == {"w": 8 * 16 * 4} and not found.others

@@ -40,8 +40,8 @@ COMMANDS = {
   "report": ("report", "make one HTML page of runs: curves, schedules, scores, settings"),
   "sweep": ("sweep", "train a grid of recipes x patterns x seeds from one file, and compare them"),
   "doctor": ("doctor", "say what is missing or in conflict in this environment, and how to fix it"),
-  "glue score": ("glue_score", "make a run's row of GLUE scores, beside the published one"),
-  "glue submit": ("glue_submit", "make GLUE's official zip of predictions, or check one"),
+  "glue score": ("glue_score", "print what runs scored, next to the published rows"),
+  "glue submit": ("glue_submit", "make GLUE's official zip of predictions"),
 }
 
 

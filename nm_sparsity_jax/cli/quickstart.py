@@ -279,13 +279,13 @@ def _prove(folder: str) -> bool:
 
 
 def _sum_up(folders_of_runs: Sequence[str]) -> None:
+  from nm_sparsity_jax.analysis import run_folder
   from nm_sparsity_jax.analysis.page import Table
-  from nm_sparsity_jax.analysis.report import reading, scored
+  from nm_sparsity_jax.analysis.report import sections
 
-  for part in scored.summary(reading.read(folders_of_runs), "last"):
+  for part in sections.summary(run_folder.read(folders_of_runs), "last"):
     if isinstance(part, Table):
-      rows = [[getattr(cell, "text", cell) for cell in row] for row in [part.head, *part.rows]]
-      print("\n".join(["", *columns(rows, align="<><>"), ""]))
+      print("\n".join(["", *columns([part.head, *part.rows]), ""]))
     else:
       print(textwrap.fill(str(part), 100))
   print()

@@ -12,10 +12,8 @@ Exit code: 0 = written, 1 = a folder is not a run's, has no metrics, or is broke
 from __future__ import annotations
 
 import argparse
-import pathlib
 
 from nm_sparsity_jax.cli import _flags
-from nm_sparsity_jax.runs import files
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -35,7 +33,6 @@ def run(args: argparse.Namespace) -> int:
   from nm_sparsity_jax.analysis import report
 
   _flags.require("jinja2", "matplotlib")
-  files.check_folder("--out", pathlib.Path(args.out).parent)
   _flags.import_modules(args)
   print(report.write(report.report(args.runs, args.checkpoint), args.out))
   return 0

@@ -117,11 +117,11 @@ class Groups:
   ) -> jax.Array:
     """Marks the n largest |w| of each group; see `masks.magnitude_mask`."""
 
-    def take(n, w, *parent, axis):
-      return masks.magnitude_mask(w, pattern, axis, n=n, parent=parent[0] if parent else None)
+    def take(n, w, parent=None, *, axis):
+      return masks.magnitude_mask(w, pattern, axis, n=n, parent=parent)
 
-    n = pattern.n if n is None else n
-    return self.apply(take, w, *(() if parent is None else (parent,)), scalar=n)
+    parents = () if parent is None else (parent,)
+    return self.apply(take, w, *parents, scalar=pattern.n if n is None else n)
 
   def split(self, x: np.ndarray, pattern: NM) -> np.ndarray:
     """Returns a host array cut into groups, as its last two axes; padding is zeros.

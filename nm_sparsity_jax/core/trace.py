@@ -49,7 +49,7 @@ def trace(function: Callable[..., Any], params: Any, *inputs: Any) -> Traced:
   products sum over different axes of it, where a loop changes it from turn to turn, and where data
   mixes kernels before they are multiplied. A product with a one-hot is a look-up: no axis is
   contracted, and no arithmetic counts. A `while` loop counts as one turn, a `cond` as all of its
-  branches, and `shard_map` as one of its devices. The inside of a Pallas kernel is not seen.
+  branches, and `shard_map` as the sum of its devices. The inside of a Pallas kernel is not seen.
 
   >>> import jax.numpy as jnp
   >>> params = {"w": jnp.ones((8, 4)), "v": jnp.ones((2, 8))}
@@ -179,6 +179,9 @@ class _Walk:
       found = [self.run(branch.jaxpr, known[1:], turns, scope) for branch in params["branches"]]
       return [self._either(outs) for outs in zip(*found, strict=True)]
     if (inner := _inner(eqn)) is not None:
+      if name == "shard_map":  # what it calls is the program of one device
+        manual = params.get("newly_manual_axes", params.get("manual_axes"))  # JAX 0.9: the second
+        turns *= math.prod(params["mesh"].shape[a] for a in manual)
       return self.run(inner, known, turns, scope)
     # What has a jaxpr of other arguments, such as a Pallas kernel, goes on as any other primitive.
     if name in _EACH_ALONE:
@@ -446,7 +449,7 @@ def _broadcast(params, dims, shape, out):
 def _resize(params, dims, shape, out):
   """Slices, pads and joins: an axis of another length is still of the same axes."""
   del params
-  if len(shape) != len(out):  # the scalar that pads
+  if len(shape) != len(out):  # what devices gather may be stacked
     return None
   # A part of joined axes may begin anywhere in them, so all of them stand for it.
   pairs = zip(dims, shape, out, strict=True)
@@ -470,7 +473,7 @@ _SAME_SHAPE = (
   "sharding_constraint layout_constraint mesh_cast "
   "reshard add_any nm_pinned erf cbrt expm1 log1p sin cos is_finite".split()
 )
-_RESIZE = ("slice", "dynamic_slice", "split", "pad", "concatenate")
+_RESIZE = ("slice", "dynamic_slice", "split", "pad", "concatenate", "all_gather")
 # What moves the axes of a weight so that they can be followed.
 _MOVE: Mapping[str, Callable[..., tuple[_Dim, ...] | None]] = {
   **dict.fromkeys(_SAME_SHAPE, lambda params, dims, shape, out: dims if shape == out else None),
@@ -486,5 +489,5 @@ _MOVE: Mapping[str, Callable[..., tuple[_Dim, ...] | None]] = {
 _KEEP_ENTRIES = frozenset(
   "convert_element_type copy copy_p transpose reshape broadcast_in_dim squeeze".split()
 )
-# Each output is one operand.
-_EACH_ALONE = ("optimization_barrier", "device_put", "pvary")
+# Each output is one operand, or its sum over devices.
+_EACH_ALONE = frozenset("optimization_barrier device_put pvary psum psum_invariant".split())

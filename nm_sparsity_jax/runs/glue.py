@@ -128,16 +128,15 @@ COLUMNS = tuple(
 )
 
 
-_SEQIO_NAME = re.compile(r"nm_glue_(mini_)?(?P<ours>\w+)|glue_(?P<t5>\w+?)_v\d+")
+_SEQIO_NAME = re.compile(r"nm_glue_(?P<ours>\w+)|glue_(?P<t5>\w+?)_v\d+")
 
 
-def config_of(seqio_task: str) -> tuple[str, bool] | None:
-  """Returns the config of GLUE that a seqio task reads, and whether it is mini-GLUE; else None.
+def config_of(seqio_task: str) -> str | None:
+  """Returns the config of GLUE that a seqio task reads, else None; mini-GLUE is none.
 
-  >>> config_of("nm_glue_rte"), config_of("nm_glue_mini_rte"), config_of("glue_rte_v002")
-  (('rte', False), ('rte', True), ('rte', False))
+  >>> config_of("nm_glue_rte"), config_of("glue_rte_v002"), config_of("nm_glue_mini_rte")
+  ('rte', 'rte', None)
   """
   found = _SEQIO_NAME.fullmatch(seqio_task)
-  if found is None or (config := found["ours"] or found["t5"]) not in TASKS:
-    return None
-  return config, found[1] is not None
+  config = found and (found["ours"] or found["t5"])
+  return config if config in TASKS else None

@@ -14,11 +14,11 @@ published.json holds the tables.
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import functools
 import importlib.resources
 import json
-import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 SCORES = {"top1": "top-1", "overall": "overall", "accuracy": "accuracy"}
@@ -60,12 +60,9 @@ class Row:
   @property
   def words(self) -> set[str]:
     """Returns what a search finds it by: table, recipe, patterns, places, network, score."""
-    # As printed, without the phase, which is a number in the name.
-    printed = self.published["row"].partition(" (")[0]
-    text = f"{self.table} {self.name} {printed} {self.published.get('network', '')} {self.score}"
-    words = text.lower().split()
-    parts = [part for word in words for part in word.split("=")]
-    return {*words, *parts, *self.published["recipe"].split("_"), *printed.lower().split("-")}
+    row = self.published
+    text = f"{self.table} {self.name} {row['row']} {row.get('network', '')} {self.score}".lower()
+    return {*text.split(), *text.replace("=", " ").split()}
 
   def settings(self) -> dict[str, Any]:
     """Returns the macros that the row sets: name -> value."""
@@ -95,20 +92,19 @@ def find(table: str, row: str) -> Row:
 
   Args:
     table: such as 'table12'.
-    row: its name, in any order of the words.
+    row: its name.
 
   Raises:
     ValueError: names the nearest rows.
   """
-  wanted = _plain(str(row).split())
-  for name, found in rows()[table].items():
-    if {*name.split()} == wanted:
-      return found
-  near = ", ".join(repr(one.name) for one in nearest(wanted, [*rows()[table].values()]))
-  raise ValueError(
-    f"no row of {table} is called ROW={row!r}; the nearest are {near}. `nm-sparsity rows {table}` "
-    "lists all"
-  )
+  known = rows()[table]
+  if row not in known:
+    near = difflib.get_close_matches(str(row), known, cutoff=0)
+    raise ValueError(
+      f"no row of {table} is called ROW={row!r}; the nearest are {near}. `nm-sparsity rows "
+      f"{table}` lists all"
+    )
+  return known[row]
 
 
 def setting(table: str, row: str, macro: str) -> Any:
@@ -128,28 +124,8 @@ def setting(table: str, row: str, macro: str) -> Any:
 def search(words: Iterable[str]) -> list[Row]:
   """Returns the rows that have every word: a table, recipe, pattern, place, network or score.
 
-  >>> [row.name for row in search(["stepwise", "table7"])], len(search(["table4", "qkv=1:8"]))
+  >>> [row.name for row in search(["sdgf_stepwise", "table7"])], len(search(["table4", "qkv=1:8"]))
   ([], 3)
   """
-  return [row for row in _all() if _plain(words) <= row.words]
-
-
-def nearest(words: Iterable[str], among: Sequence[Row] | None = None, count: int = 3) -> list[Row]:
-  """Returns the rows that share the most words, the nearest first.
-
-  Args:
-    words: of a search, or of a name.
-    among: rows to choose from; None = all.
-    count: how many.
-  """
-  wanted = _plain(words)
-  return sorted(among or _all(), key=lambda row: -len(wanted & row.words))[:count]
-
-
-def _all() -> list[Row]:
-  return [row for table in rows().values() for row in table.values()]
-
-
-def _plain(words: Iterable[str]) -> set[str]:
-  """Returns words in the form in which rows have them: 'dense_steps=10000' for 10_000."""
-  return {re.sub(r"(?<=\d)_(?=\d)", "", word).lower() for word in words}
+  wanted = {word.lower() for word in words}
+  return [row for table in rows().values() for row in table.values() if wanted <= row.words]

@@ -111,9 +111,11 @@ def rules_of(folder: str | os.PathLike) -> Rules:
   from nm_sparsity_jax.training import configure, rules_text
 
   # First, since bindings that no macro shows may have overridden the macros.
+  text = None
   with contextlib.suppress(ValueError, FileNotFoundError):  # none is there yet, or it is damaged
-    if text := _opened(folder).rules:
-      return rules_text.parse(text)
+    text = _opened(folder).rules
+  if text:
+    return rules_text.parse(text)
   settings = read_settings(folder)
   if "RECIPE" not in settings:
     raise ValueError("config.gin has no macro RECIPE, or is not there")

@@ -55,13 +55,13 @@ class Evaluation(evaluation.Splits):
       raise ValueError(f"DECODER={self.decoder!r}: choose one of {', '.join(DECODERS)}.")
     self.model.check_batch(self.batch_size)
     self._source = self.model.workload.data
-    self.name = name = self.name or self._source.name
+    self._name: str = self.name or self._source.name
     seqio = data.import_seqio(self._source.module)
-    data.check_vocabulary(name, self.model.workload.network_config.vocab_size)
-    known = seqio.get_subtasks(seqio.get_mixture_or_task(name))
+    data.check_vocabulary(self._name, self.model.workload.network_config.vocab_size)
+    known = seqio.get_subtasks(seqio.get_mixture_or_task(self._name))
     self._tasks = [task for task in known if self.split in task.splits]
     if not self._tasks:
-      raise ValueError(f"EVAL_SPLIT={self.split!r}: no task of {self.name} has that split.")
+      raise ValueError(f"EVAL_SPLIT={self.split!r}: no task of {self._name} has that split.")
     # The search loops to a static length, so there is a program for each.
     self._search = self.model.jit(self._searched, static_argnums=2)
     self._dataset = functools.cache(self._read)  # its graph is half a second's work
@@ -86,7 +86,7 @@ class Evaluation(evaluation.Splits):
 
     folder = self.folder
     return seqio.Evaluator(
-      mixture_or_task_name=self.name,
+      mixture_or_task_name=self._name,
       feature_converter=seqio.EncDecFeatureConverter(pack=False),
       eval_split=self.split,
       use_cached=self._source.use_cached,

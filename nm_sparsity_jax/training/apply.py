@@ -77,8 +77,10 @@ def finalize(
   # Under jit the step has no value yet: NaN, below, is what an early call gets there.
   is_known = not isinstance(step, jax.core.Tracer)
   if is_known and (ahead := assignment.unfinished(int(step), early)):
-    fix = ": snip has no mask before" if early else ", or call nms.finalize(..., early=True)"
-    raise ValueError(f"the run is at step {ahead}. Train on{fix}.")
+    raise ValueError(
+      f"the run is at step {ahead}. Train on, or call nms.finalize(..., early=True), before which "
+      "snip must have taken its mask."
+    )
 
   def apply(path, w):
     site = assignment.places.get(path)
@@ -151,8 +153,7 @@ class Report:
   def verdict(self) -> str:
     """Returns `ok`, or what is wrong."""
     if not self.places:
-      why = "every rule was skipped" if self.skipped else "no rule makes anything sparse"
-      return f"NOTHING TO PROVE: {why}"
+      return "NOTHING TO PROVE: no rule makes anything sparse"
     if any(p.bad_groups for p in self.places):
       return "NOT n:m"
     if lost := sum(p.not_finite for p in self.places):

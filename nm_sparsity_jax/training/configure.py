@@ -9,7 +9,7 @@ Plain functions: a configuration library binds their arguments, and nothing here
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from nm_sparsity_jax.core import masks
@@ -100,14 +100,6 @@ def train_steps(pretrained_steps: int, sparse_steps: int | None) -> int:
   return pretrained_steps + (sparse_steps or 0)
 
 
-# What a recipe says of a setting, of those that `agree` compares.
-_SETTINGS: Mapping[str, Callable[[Any], Any]] = {
-  "recipe": lambda recipe: recipe.name,
-  "pattern": lambda recipe: str(recipe.pattern),
-  "sparse_steps": lambda recipe: recipe.phases.total,
-}
-
-
 def agree(stored: Rules, source: str, **given: Any) -> None:
   """Refuses a setting that says something else than the rules of a checkpoint.
 
@@ -145,9 +137,14 @@ def agree(stored: Rules, source: str, **given: Any) -> None:
         check(macro, value, has)
       elif value is not None:
         check(macro, str(NM.parse(value)), str(has.pattern))
-  # A dense recipe has no other settings than its name.
-  sparse = [recipe for recipe in stored.places.values() if recipe.phases]
-  for name, of in _SETTINGS.items():
-    value, recipes = given.get(name), stored.places.values() if name == "recipe" else sparse
-    if value is not None and recipes:
-      check(name.upper(), str(NM.parse(value)) if name == "pattern" else value, *map(of, recipes))
+  recipes = stored.places.values()
+  sparse = [recipe for recipe in recipes if recipe.phases]  # a dense one has a name alone
+  trained = {
+    "recipe": [recipe.name for recipe in recipes],
+    "pattern": [str(recipe.pattern) for recipe in sparse],
+    "sparse_steps": [recipe.phases.total for recipe in sparse],
+  }
+  for name, has in trained.items():
+    value = given.get(name)
+    if value is not None and has:
+      check(name.upper(), str(NM.parse(value)) if name == "pattern" else value, *has)

@@ -83,8 +83,8 @@ class Cost:
         'scores' names the products without a parameter, Q K^T and its product with V in attention;
         'attention' names these and q, k, v and o.
     """
-    named = [_named(place, self.ops) for place in places]
-    return Cost(tuple(op for op in self.ops if any(op in ops for ops in named)))
+    named = {op for place in places for op in _named(place, self.ops)}
+    return Cost(tuple(op for op in self.ops if op in named))
 
 
 def forward(function: Callable[..., Any], params: Any, *inputs: Any) -> Cost:

@@ -90,7 +90,7 @@ def update_state(
     The new state, same structure.
   """
   arrays = dict(flatten(params))
-  gradients = dict(flatten(grads)) if grads is not None else {}
+  gradients = dict(flatten(grads))
   at = dict(flatten(grads_at)) if grads_at is not None else arrays
   sites = {p: site for p, site in rules.assign(params).places.items() if site.recipe.stateful}
   olds = {path: kept(site, state) for path, site in sites.items()}

@@ -18,7 +18,7 @@ from nm_sparsity_jax.analysis.bench.layers import Product
 from nm_sparsity_jax.analysis.bench.networks import Whole
 from nm_sparsity_jax.core.packed import NMPacked, cpu
 from nm_sparsity_jax.core.patterns import NM
-from nm_sparsity_jax.core.text import format_table
+from nm_sparsity_jax.core.text import table
 from nm_sparsity_jax.core.trees import alike, flatten
 from nm_sparsity_jax.deploy import inference_tree
 
@@ -65,7 +65,7 @@ class Found:
         for w in self.wholes
       ]  # fmt: skip
       rows.append(["all weights", *[""] * 4, *_mega(self.dense_bytes, self.packed_bytes)])
-      parts.append(format_table([[*head, "dense, MB", "packed, MB"], *rows]))
+      parts.append("\n".join(table([*head, "dense, MB", "packed, MB"], rows)))
     head = "kernels", "count", "shape", "rows", "pattern", "values", "dense, us", "packed, us", "by"
     rows = [
       [
@@ -77,7 +77,7 @@ class Found:
       for p in self.products
     ]  # fmt: skip
     more = "faster", "dense, bytes", "packed, bytes", "taken"
-    parts.append(format_table([[*head, *more], *rows]))
+    parts.append("\n".join(table([*head, *more], rows)))
     return "\n\n".join([*parts, *self.notes])
 
 

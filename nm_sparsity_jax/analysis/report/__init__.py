@@ -9,8 +9,8 @@
 
 What stands where:
 
-    reading     folders of runs -> Run
-    sections    Run -> Section; `scored` has those that judge a run
+    run_folder (of `analysis`)     folders of runs -> Run
+    sections, costs                Run -> Section
     charts, page (of `analysis`)   lines of points -> SVG; sections -> HTML
 """
 
@@ -21,11 +21,11 @@ import os
 import pathlib
 from collections.abc import Sequence
 
-from nm_sparsity_jax.analysis import page
+from nm_sparsity_jax.analysis import charts, page, run_folder
 from nm_sparsity_jax.analysis.charts import Chart
 from nm_sparsity_jax.analysis.page import Part, Section
-from nm_sparsity_jax.analysis.report import reading, sections
-from nm_sparsity_jax.analysis.report.reading import Run
+from nm_sparsity_jax.analysis.report import sections
+from nm_sparsity_jax.analysis.run_folder import Run
 
 __all__ = ["Report", "Run", "report", "write"]
 
@@ -65,14 +65,16 @@ def report(folders: Sequence[str | pathlib.Path], checkpoint: str | int = "best"
     checkpoint: of the scores: 'best', 'last' or a step, as for `nm-sparsity glue score`.
 
   Raises:
-    ValueError: a folder is no run's, has no metrics, or a file in it is broken.
+    ValueError: a folder has no metrics, or a file in it is broken.
   """
-  runs = reading.read(folders)
+  if len(folders) > charts.MAX_RUNS:
+    raise ValueError(f"{len(folders)} runs: a page has colours for {charts.MAX_RUNS}")
+  runs = run_folder.read(folders)
   return Report(runs, sections.sections(runs, checkpoint))
 
 
 def write(report: Report, path: str | os.PathLike) -> pathlib.Path:
   """Writes a report as one HTML page, and returns its path."""
-  names = [run.name for run in report.runs]
-  title = f"N:M sparsity: {', '.join(names)}"
-  return page.write(path, title, names, report.sections, [run.gin for run in report.runs])
+  configs = {run.name: run.gin for run in report.runs}
+  title = f"N:M sparsity: {', '.join(configs)}"
+  return page.write(path, title, [*configs], report.sections, configs)

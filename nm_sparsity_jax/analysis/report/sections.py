@@ -1,131 +1,96 @@
 """All sections of a report: runs in, plain values out.
 
-    [reading.read] -> Run -> [sections] -> Section(Chart | Table | Strip | a sentence)
+    [run_folder.read] -> Run -> [sections] -> Section(Chart | Table | a sentence)
 
 A step on an x axis is the global one: a run that begins at a checkpoint begins at that one's step.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import re
+import statistics
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from nm_sparsity_jax.analysis.charts import Chart, Line
-from nm_sparsity_jax.analysis.page import Cell, Part, Section, Strip, Table
-from nm_sparsity_jax.analysis.report import scored
-from nm_sparsity_jax.analysis.report.parts import by_step, curve, grouped, heads
-from nm_sparsity_jax.analysis.report.reading import Run
-from nm_sparsity_jax.core.text import Strong
+from nm_sparsity_jax.analysis.page import Part, Section, Strong, Table
+from nm_sparsity_jax.analysis.report.costs import training_flops
+from nm_sparsity_jax.analysis.run_folder import Run
+from nm_sparsity_jax.analysis.scores import table
+from nm_sparsity_jax.core.text import listed
 from nm_sparsity_jax.runs import trained
 
 
-def sections(runs: Sequence[Run], checkpoint: str | int = "best") -> list[Section]:
+def sections(runs: Sequence[Run], checkpoint: table.Checkpoint = "best") -> list[Section]:
   """Returns all sections, in the order of the page.
 
   Args:
-    runs: what `reading.read` returned.
+    runs: what `run_folder.read` returned.
     checkpoint: of the scores: 'best', 'last' or a step, as for `nm-sparsity glue score`.
   """
-  flips = {
-    "nm/flip_rate/all": "Mask flips per step, of all positions",
-    "nm/flip_rate/kept": "Kept weights lost per step, of kept",
-  }
   return [
-    Section("summary", "Summary", list(scored.summary(runs, checkpoint))),
-    Section("metrics", "Metrics by task", _metrics(runs)),
-    Section("runs", "Runs", list(_overview(runs))),
-    Section("scores", "Scores", list(scored.table(runs, checkpoint))),
-    Section("loss", "Loss", _curves(runs)),
+    Section("summary", "Summary", list(summary(runs, checkpoint))),
+    Section("runs", "Runs", [_overview(runs)]),
+    Section("scores", "Scores", list(_scores(runs, checkpoint))),
+    Section("metrics", "Metrics by task", _curves(runs, "inference_eval/.*")),
+    Section("loss", "Loss", _curves(runs, "(train/(?!nm/)|training_eval/).*")),
     Section("schedule", "Pattern and D", list(_schedule(runs))),
-    Section("flips", "Mask flips", _samples(runs, flips)),
-    Section("variance", "Variance", _samples(runs, _VARIANCES, log=True)),
-    Section("cost", "Accuracy against cost", list(scored.cost(runs))),
-    Section("settings", "Settings and environment", list(_settings(runs)), folded=True),
+    Section("flips", "Mask flips", _curves(runs, "train/nm/flip_rate/.*")),
+    Section("variance", "Variance", _curves(runs, "train/nm/.*_var.*", log=True)),
+    Section("cost", "Accuracy against cost", list(_cost(runs))),
+    Section("settings", "Settings and environment", [_settings(runs)]),
   ]
 
 
 # --- curves ---------------------------------------------------------------------------------------
 
-_VARIANCES = {
-  f"nm/{kind}/{share}": f"{title}, {share} weights"
-  for kind, title in {
-    "second_moment_var": "Variance of the second moment",
-    "grad_abs_var": "Variance of the gradient's absolute value",
-  }.items()
-  for share in ("all", "kept")
-}
 
+def _curves(
+  runs: Sequence[Run], tags: str, style: str = "line", log: bool = False
+) -> Sequence[Part]:
+  """Returns a chart for each tag, with a line for each run that has it.
 
-def _samples(runs: Sequence[Run], titles: Mapping[str, str], log: bool = False) -> Sequence[Part]:
-  """Returns a chart for each tag of the samples that a run wrote of its masks and gradients."""
+  Args:
+    runs: all runs.
+    tags: a regex, which matches the whole of a tag.
+    style: of the lines.
+    log: whether y is logarithmic.
+  """
   charts = []
-  for tag, title in titles.items():
-    key = tag.removeprefix("nm/").replace("/", "_")
-    charts += curve(runs, key, title, [run.train.get(tag, {}) for run in runs], log=log)
-  return charts or ["No run has such samples (METRICS_EVERY)."]
-
-
-def _metrics(runs: Sequence[Run]) -> Sequence[Part]:
-  series = [(t, values) for run in runs for t, by in run.tasks.items() for values in by.values()]
-  charts = []
-  for task, metric in sorted({(task, metric) for task, values in series for metric in values}):
-    points = [
-      {step: values[metric] for step, values in run.tasks.get(task, {}).items() if metric in values}
-      for run in runs
-    ]
-    charts += curve(runs, f"{task}_{metric}", f"{task}: {metric}", points)
-  return charts or ["No run has metrics of decoded predictions (inference_eval/)."]
-
-
-def _curves(runs: Sequence[Run]) -> Sequence[Part]:
-  """Returns a chart for each tag of train/ and training_eval/; the losses come first."""
-  loss_first = lambda key: (key[-1] != "loss", key)
-  tags = {(tag,) for run in runs for tag in run.train if not tag.startswith("nm/")}
-  charts = []
-  for (tag,) in sorted(tags, key=loss_first):
-    points = [run.train.get(tag, {}) for run in runs]
-    title = f"Training: {tag.removeprefix('timing/').replace('_', ' ')}"
-    charts += curve(runs, f"train_{tag}", title, points)
-  pairs = set()
-  for run in runs:
-    for task, tags_of in run.evals.items():
-      decoded = {m for values in run.tasks.get(task, {}).values() for m in values}
-      pairs |= {(task, tag) for tag in tags_of.keys() - decoded}  # those are metrics by task
-  for task, tag in sorted(pairs, key=loss_first):
-    points = [run.evals.get(task, {}).get(tag, {}) for run in runs]
-    title = f"Validation, {task}: {tag.replace('_', ' ')}"
-    charts += curve(runs, f"eval_{tag}_{task}", title, points)
-  return charts or ["No run has curves of training (train/, training_eval/)."]
+  for tag in sorted({tag for run in runs for tag in run.curves if re.fullmatch(tags, tag)}):
+    points = [(i, run.curves[tag].items()) for i, run in enumerate(runs) if tag in run.curves]
+    lines = [Line(i, list(found), style) for i, found in points]
+    charts.append(Chart(re.sub(r"\W", "_", tag), tag, "step", lines, log))
+  return charts or ["No run has written such curves."]
 
 
 def _schedule(runs: Sequence[Run]) -> Iterator[Part]:
-  """Yields a strip for each recipe of each run, then charts of D and of the density."""
-  lines = []
+  """Yields a table of each run's recipes, then charts of D and of the density."""
+  rows, lines = [], []
   for i, run in enumerate(runs):
     by_recipe: dict[Any, list[str]] = {}
-    for place, recipe in run.rules.places.items() if run.rules else ():
+    for place, recipe in (run.sparse or {}).items():
       by_recipe.setdefault(recipe, []).append(place)
     for recipe, places in by_recipe.items():
-      segments = [
-        (run.offset + s.start, run.offset + s.stop, str(s.pattern or "dense"),
-         s.pattern.density if s.pattern else 1.0, float(s.decay_start), float(s.decay_stop))
-        for s in recipe.timeline()
-      ]  # fmt: skip
-      yield Strip(i, f"{', '.join(places)}: {recipe.name}", segments)
-      lines.append(Line(i, [(run.offset + s, d) for s, d in decay(recipe)], "dashed"))
-  unknown = [(run.name, f"no schedule, {run.settings.no_rules}") for run in runs if not run.rules]
-  yield from grouped(unknown)
-  sampled = {i: run.train["nm/D"] for i, run in enumerate(runs) if "nm/D" in run.train}
-  lines += [Line(i, sorted(points.items()), "dots") for i, points in sampled.items()]
-  charts: list[Chart] = []
+      start = run.start or 0
+      for s in recipe.timeline():
+        steps = f"{start + s.start:,} .. {start + s.stop - 1:,}"
+        decay = " to ".join(dict.fromkeys(f"{float(d):.3g}" for d in (s.decay_start, s.decay_stop)))
+        pattern = str(s.pattern or "dense")
+        rows.append([run.name, recipe.name, ", ".join(places), steps, pattern, decay])
+      lines.append(Line(i, [(start + step, d) for step, d in decays(recipe)], "dashed"))
+    if not run.rules:
+      yield f"{run.name}: no schedule, {run.no_rules}."
+  if rows:
+    yield Table(["run", "recipe", "places", "steps", "pattern", "D"], rows)
+  sampled = [(i, run.curves.get("train/nm/D", {})) for i, run in enumerate(runs)]
+  lines += [Line(i, list(points.items()), "dots") for i, points in sampled if points]
   if lines:
-    charts.append(by_step(runs, "decay", "D, by schedule (dashed) and as sampled (dots)", lines))
-  density = [run.train.get("nm/density", {}) for run in runs]
-  charts += curve(runs, "density", "Density in use: 1 while D > 0", density, "steps")
-  yield from charts or ["No run has a schedule in its config.gin, or samples of D and density."]
+    yield Chart("D", "D, by schedule (dashed) and as sampled (dots)", "step", lines)
+  yield from _curves(runs, "train/nm/density", "steps")
 
 
-def decay(recipe: Any) -> list[tuple[int, float]]:
+def decays(recipe: Any) -> list[tuple[int, float]]:
   """Returns (step, D) at the ends of all segments and in between, as the recipe itself computes D.
 
   Args:
@@ -145,53 +110,116 @@ def decay(recipe: Any) -> list[tuple[int, float]]:
 # --- tables ---------------------------------------------------------------------------------------
 
 
-def _overview(runs: Sequence[Run]) -> Iterator[Part]:
-  """Yields a table with a row for each run: recipe, steps, last loss, density, FLOPs."""
+def summary(runs: Sequence[Run], checkpoint: table.Checkpoint) -> Iterator[Part]:
+  """Yields a table of what each run scored and kept of a dense run, and what to know of it."""
+  shared = table.common(runs)
+  scored = []
+  for run in runs if shared else ():
+    if run.sparse is None or not shared.keys() <= table.measures(run).keys():
+      continue
+    found = [measure.at(run, checkpoint) for measure in shared.values()]
+    if all(found):
+      scored.append((run, statistics.fmean(at[1] for at in found if at)))
+  if not scored:
+    yield "No metric of which more is better is common to runs whose rules are known."
+    return
+  dense = [(run, score) for run, score in scored if not run.sparse]
   rows = []
-  for i, run in enumerate(runs):
-    places = run.rules.places.items() if run.rules else ()
-    what = (
-      "; ".join(f"{place}: {_trained(recipe)}" for place, recipe in places) or run.settings.no_rules
-    )
-    done, steps = (run.last_step or 0) - run.offset, run.settings.sparse_steps
-    own = f"{done:,}" if steps is None else f"{done:,} of {steps:,}"
-    own += f", after {run.offset:,} inherited" if run.offset else ""
-    last = [run.train.get(tag, {}) for tag in ("loss", "nm/density")]
-    values = [f"{[*points.values()][-1]:.4g}" if points else "–" for points in last]
+  for run, score in scored:
+    left = sorted({recipe.pattern.density for recipe in run.sparse.values()})
+    weights = " to ".join(f"{100 * share:.4g} %" for share in dict.fromkeys(left[:1] + left[-1:]))
+    # The nearest in length, for training on makes a dense network better too.
+    distance = lambda other, run=run: abs(other[0].last_step - run.last_step)
+    near, base = min(dense, key=distance, default=(run, 0))
+    kept = f"{score / base:.1%} of {near.name}" if left and base else ""
+    rows.append([run.name, f"{score:.4g}", kept, weights or "all", f"{run.last_step:,}"])
+  yield Table(["run", " and ".join(shared), "kept", "weights", "updates"], rows)
+  yield (
+    f"Score: {'the mean of ' * (len(shared) > 1)}{listed([*shared])}, checkpoint: {checkpoint}. "
+    "Weights: what the patterns leave of the sparse kernels."
+  )
+  yield (
+    "Compare a sparse run with a dense one of as many updates. One seed shows that a recipe works, "
+    "not which is best: that takes a sweep over several."
+  )
+
+
+def _scores(runs: Sequence[Run], checkpoint: table.Checkpoint) -> Iterator[Part]:
+  """Yields a table of all measures, with the paper's scores where it has the run's row."""
+  report = table.of_runs(runs, checkpoint)
+  head, *lines = table.cells(report)
+  if lines:
+    yield Table(head, lines)
+    yield from table.notes(report)
+  else:
+    yield "No run has metrics in inference_eval/ or evaluations.json."
+
+
+def _overview(runs: Sequence[Run]) -> Table:
+  """Returns a table with a row for each run: rules, steps, last loss, density, FLOPs."""
+  rows = []
+  for run in runs:
+    rules = run.rules.text if run.rules else run.no_rules
+    done, inherited = run.last_step - (run.start or 0), run.start or 0
+    last = [run.curves.get(tag, {}) for tag in ("train/loss", "train/nm/density")]
+    values = [f"{[*points.values()][-1]:.4g}" if points else "-" for points in last]
     try:
-      spent, dense = run.flops(done)
+      spent, dense = training_flops(run, done)
       flops = f"{spent:.3g} ({spent / dense:.1%})"
     except (ValueError, TypeError, ZeroDivisionError):  # the section of costs says why
-      flops = "–"
-    rows.append([Cell(run.name, run=i), what, own, *values, flops])
-  head = ["run", "recipe", "steps", "last loss", "density now", "training FLOPs (of dense)"]
-  yield Table(head, rows, words=True)
+      flops = "-"
+    rows.append([run.name, rules, f"{done:,}", f"{inherited:,}", *values, flops])
+  head = [
+    "run", "rules", "steps", "inherited", "last loss", "density now",
+    "training FLOPs (of dense)",
+  ]  # fmt: skip
+  return Table(head, rows)
 
 
-def _trained(recipe: Any) -> str:
-  if not any(segment.pattern for segment in recipe.timeline()):
-    return recipe.name
-  phases = {"dense": recipe.phases.dense, "finetune": recipe.phases.finetune}
-  lengths = [f"{name} {steps:,}" for name, steps in phases.items() if steps]
-  return ", ".join([f"{recipe.name} {recipe.pattern}", *lengths])
+def _settings(runs: Sequence[Run]) -> Table:
+  """Returns a table of all macros and of what each run ran with; what differs stands first."""
+  found: list[dict[str, str]] = []
+  for run in runs:
+    # A process that resumes a run notes its own environment; the last one counts.
+    processes = trained.started(run.path).get("processes") or [{}]
+    found.append({**trained.macros(run.gin), **processes[-1].get("environment", {})})
+  rows = []
+  for name in sorted({name for one in found for name in one}):
+    values = [one.get(name, "-") for one in found]
+    rows.append([name, *(map(Strong, values) if len(set(values)) > 1 else values)])
+  rows.sort(key=lambda row: not isinstance(row[1], Strong))
+  return Table(["", *(run.name for run in runs)], rows)
 
 
-def _settings(runs: Sequence[Run]) -> Iterator[Part]:
-  """Yields a table of all macros and of what each run ran with: seeds first, then what differs."""
-  # A process that resumes a run notes its own environment; the last one counts.
-  processes = [trained.started(run.path).get("processes") for run in runs]
-  environments = [noted[-1]["environment"] if noted else {} for noted in processes]
-  macros = [trained.macros(run.gin) for run in runs]
-  values = {
-    name: [one.get(name, "–") for one in known]
-    for known in (macros, environments)
-    for name in dict.fromkeys(sorted(name for one in known for name in one))
-  }
-  if not values:
-    yield "No run has a config.gin or a run.json."
+# --- accuracy against cost ------------------------------------------------------------------------
+
+
+def _cost(runs: Sequence[Run]) -> Iterator[Part]:
+  """Yields the mean score of the runs' common tasks by training FLOPs (Figure 4b)."""
+  shared = table.common(runs)
+  if not shared:
+    yield "No metric of which more is better is common to the runs."
     return
-  differs = lambda name: len(set(values[name])) > 1
-  order = sorted(values, key=lambda name: (not name.endswith("SEED"), not differs(name)))
-  rows = [[n, *(Strong(x) if differs(n) else x for x in values[n])] for n in order]
-  yield Table(["", *heads(runs)], rows, words=True)
-  yield "Seeds stand first, then what differs between the runs, in bold."
+  lines = []
+  for i, run in enumerate(runs):
+    try:
+      cost = lambda step, run=run: training_flops(run, step - (run.start or 0))[0]
+      points = [(cost(step), mean) for step, mean in means(run, shared)]
+    except (ValueError, TypeError) as e:  # TypeError: a config.gin with fields of another T5
+      yield f"{run.name}: no FLOPs, {e}."
+    else:
+      lines += [Line(i, points)] if points else []
+  if lines:
+    note = (
+      "FLOPs of the run's own steps up to an evaluation: of matrix products alone, on a machine "
+      "that skips all pruned weights (Figure 4b)."
+    )
+    title = f"{'Mean of ' * (len(shared) > 1)}{', '.join(shared)}, against training FLOPs"
+    yield Chart("score_by_flops", title, "training FLOPs", lines, note=note)
+
+
+def means(run: Run, common: Iterable[str]) -> list[tuple[int, float]]:
+  """Returns (step, mean of these measures) for each step where all of them have a value."""
+  found = [m.means(run) for name, m in table.measures(run).items() if name in common]
+  steps = sorted(set.intersection(*map(set, found))) if found else []
+  return [(step, statistics.fmean(by_step[step] for by_step in found)) for step in steps]

@@ -1,8 +1,8 @@
-"""Scores of GLUE: rows beside the published ones, and the official submission.
+"""Scores of runs: next to the published ones, and GLUE's official submission.
 
-    table       a run's metrics -> its row of the paper's Table 12, beside the published row
+    table       a run's metrics -> what it scored, with the published row
     published   the rows of the paper, and which of them a run compares with
-    submission  predictions -> GLUE's official zip, and the check of one
+    submission  predictions -> GLUE's official zip
 
 Score two runs in a notebook:
 
@@ -10,16 +10,16 @@ Score two runs in a notebook:
 
     report = scores.score(["runs/sr_ste", "runs/stepwise"], checkpoint="last")
     report["runs"][0]["columns"]["RTE"]["mean"]
-    print(scores.render(report, "markdown"))
+    print(scores.render(report))
 
 Make the zip for gluebenchmark.com:
 
-    report, tables = scores.submission.make(scores.submission.find(["predictions/"]), fill={"wnli"})
-    if not report["problems"]:
+    tables, filled, problems = scores.submission.make(["predictions/"], fill={"wnli"})
+    if not problems:
       scores.submission.write("submission.zip", tables)
 """
 
 from nm_sparsity_jax.analysis.scores import published, submission, table
-from nm_sparsity_jax.analysis.scores.table import choose, render, score
+from nm_sparsity_jax.analysis.scores.table import render, score
 
-__all__ = ["choose", "published", "render", "score", "submission", "table"]
+__all__ = ["published", "render", "score", "submission", "table"]

@@ -14,11 +14,10 @@ import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from nm_sparsity_jax.analysis import scores
-from nm_sparsity_jax.analysis.report import reading, scored
+from nm_sparsity_jax.analysis import run_folder, scores
 from nm_sparsity_jax.analysis.sweep.grid import Sweep
 from nm_sparsity_jax.analysis.sweep.training import Run
-from nm_sparsity_jax.core.text import format_table, score_digits
+from nm_sparsity_jax.core.text import columns, score_digits
 from nm_sparsity_jax.runs import folders
 
 
@@ -75,13 +74,12 @@ def _run(run: Run) -> dict[str, Any]:
     return found
   losses = folders.evaluations(cell.folder)[run.last]["loss"]
   found["loss"] = statistics.fmean(losses.values()) if losses else None
-  tasks = reading.tasks_of(cell.folder)
-  read = reading.Run(cell.folder, cell.name, {}, {}, tasks, "")
-  for name, measure in scored.measures(read).items():
+  read = run_folder.Run(cell.folder)
+  for name, measure in scores.table.measures(read).items():
     found["less_is_better"] += [name] * measure.less
-    step, why = scores.choose(tasks[measure.task], measure.metrics, run.last)
-    found["tasks"][name] = None if step is None else measure.at(read, step)
-    found["remarks"] += [] if step is not None else [f"{name}: {why}"]
+    at = measure.at(read, run.last)
+    found["tasks"][name] = at and at[1]
+    found["remarks"] += [] if at else [f"{name}: no finite value at step {run.last}"]
   return found
 
 
@@ -136,7 +134,7 @@ def text(found: Mapping[str, Any]) -> str:
   """
   parts = [heading(found)]
   for title, rows in tables(found):
-    parts.append("\n  ".join([title, *format_table(rows).splitlines()]))
+    parts.append("\n  ".join([title, *columns(rows)]))
   return "\n\n".join([*parts, "\n".join(notes(found))]).rstrip()
 
 

@@ -1,0 +1,69 @@
+"""Training FLOPs of a run: of matrix products, on a machine that skips every pruned weight."""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from nm_sparsity_jax.analysis.run_folder import Run
+from nm_sparsity_jax.runs import trained
+
+
+def training_flops(run: Run, until: int) -> tuple[float, float]:
+  """Returns FLOPs of the first steps, and what a dense run would have spent on them.
+
+  Args:
+    run: the run.
+    until: how many steps of the sparse run; those that it inherited do not count.
+
+  Raises:
+    ValueError: the rules, the network or the batch size are not known.
+  """
+  from nm_sparsity_jax.training import flops
+
+  if run.rules is None:
+    raise ValueError(run.no_rules)
+  batch, steps = run.settings.get("BATCH_SIZE"), run.settings.get("SPARSE_STEPS")
+  if not isinstance(batch, int) or not isinstance(steps, int):
+    raise ValueError("BATCH_SIZE and SPARSE_STEPS are not numbers in config.gin")
+  # The local runner notes the operations of any network.
+  noted = (trained.started(run.path).get("workload") or {}).get("ops")
+  cost = _t5_cost(run) if noted is None else flops.Cost(tuple(flops.Op(**op) for op in noted))
+  spent = lambda rules: flops.training(cost, rules, batch, steps=steps, until=until).flops
+  return spent(run.rules), spent({})
+
+
+_BOUND = re.compile(r"^(?:\w+\.)*T5Config\.(?:(preset|wmt)\.)?(\w+) = (.*(?:\n[ \t]+.*)*)", re.M)
+
+
+def _t5_cost(run: Run) -> Any:
+  """Returns the cost of the T5 that config.gin binds, of this package or T5X's own."""
+  from nm_sparsity_jax.models.t5 import T5Config
+
+  bound = _BOUND.findall(run.gin)
+  lengths = run.settings.get("TASK_FEATURE_LENGTHS")
+  if not bound or not isinstance(lengths, Mapping):
+    raise ValueError("config.gin binds no T5Config, or no TASK_FEATURE_LENGTHS")
+  values: dict[str, Any] = {
+    name: run.settings.get(text[1:]) if text[0] == "%" else trained.plain(text.replace("\\\n", " "))
+    for _, name, text in bound
+  }
+  if how := bound[0][0]:
+    make = getattr(T5Config, how)
+  else:  # T5X's own class has the names of ours, and more that no FLOPs depend on
+    make, ours = T5Config, T5Config.__annotations__
+    values = {name: value for name, value in values.items() if name in ours}
+  if any(isinstance(value, trained.Reference) for value in values.values()):
+    raise ValueError("config.gin binds T5Config to values that are not plain")
+  config: Any = make(**values)
+  return _traced_cost(config, tuple(lengths.items()))
+
+
+@functools.cache  # runs of one page often have one network
+def _traced_cost(config: Any, lengths: tuple[tuple[str, int], ...]) -> Any:
+  from nm_sparsity_jax.models.t5 import Transformer
+  from nm_sparsity_jax.trainer.workloads.t5 import T5
+
+  return T5(Transformer(config), lengths=dict(lengths)).cost()
