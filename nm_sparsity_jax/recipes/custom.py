@@ -18,7 +18,7 @@ class Custom(Recipe):
   After the last entry D runs to 0 at the fine-tune phase, where the target pattern takes over.
   Before the first entry the weight is dense.
 
-  >>> p = Phases(total=100, finetune=20)
+  >>> p = nms.Phases(total=100, finetune=20)
   >>> r = Custom(pattern="1:8", phases=p, path=((0, "4:8", 1.0), (40, "1:8", 0.5)))
   >>> [(s.start, str(s.pattern), s.decay_start, s.decay_stop) for s in r.timeline(64)]
   [(0, '4:8', 1.0, 0.5), (40, '1:8', 0.5, 0.0), (80, '1:8', 0.0, 0.0)]
