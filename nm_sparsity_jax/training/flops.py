@@ -120,7 +120,7 @@ def forward(function: Callable[..., Any], params: Any, *inputs: Any) -> Cost:
 _PRODUCT = "product"
 
 
-def inference(dense: Cost, sparse: Sparse) -> Cost:
+def inference(dense: Cost, sparse: Rules | Mapping[str, NM | str]) -> Cost:
   """Returns the forward FLOPs of what is sparse, and the parameters that are kept.
 
   With density s = n/m of each operation (1 where nothing names it; S_FF in the paper's Table 18,
@@ -140,11 +140,12 @@ def inference(dense: Cost, sparse: Sparse) -> Cost:
   >>> inference(cost, {"ff": "1:8"}).flops
   8.0
   """
+  recipes: Sparse = sparse
   if not isinstance(sparse, Rules):
     # A pattern is the recipe that has it from the first step on.
     phases = Phases(total=1)
-    sparse = {place: OneShot(pattern=p, phases=phases) for place, p in sparse.items()}
-  sites, kept = _sites(dense.ops, sparse), []
+    recipes = {place: OneShot(pattern=NM.parse(p), phases=phases) for place, p in sparse.items()}
+  sites, kept = _sites(dense.ops, recipes), []
   for op in dense.ops:
     s = _density(sites[op].recipe.timeline(sites[op].axis_size)[-1]) if op in sites else 1.0
     kept.append(dataclasses.replace(op, flops=op.flops * s, params=round(op.params * s)))
