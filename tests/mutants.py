@@ -19,7 +19,7 @@ MODULES = (
   "nm_sparsity_jax/core/masks",
   "nm_sparsity_jax/core/schedules.py",
 )
-TESTS = ("patterns", "schedules", "recipes", "masks", "every_recipe", "masks_tpu")
+TESTS = ("patterns", "schedules", "recipes", "masks", "every_recipe", "apply", "masks_tpu")
 SURVIVORS = "10"  # percent
 CONFIG = """
 [cosmic-ray]
