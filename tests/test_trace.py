@@ -263,7 +263,7 @@ def mixed_conv(p, x, gates):
 
 # What is done with w (4, 4), and with experts e (3, 4, 5) or kernels of a window of 3.
 REFUSED = {
-  "tied": (lambda p, x, d: (x @ p["w"]) @ p["w"].T, "along"),
+  "tied": (lambda p, x, d: (x @ p["w"]) @ p["w"].T, "axes .* and"),
   "sort": (lambda p, x, d: x @ jnp.sort(p["w"]), "sort"),
   "times constants": (lambda p, x, d: x @ (p["w"] @ jnp.ones((4, 4))), "constant"),
   "cut axis": (lambda p, x, d: x[:, :2] @ p["w"].reshape(2, 8), "part"),
@@ -280,9 +280,9 @@ REFUSED = {
     "turn to turn"),
   "while, its condition": (
     lambda p, x, d: jax.lax.while_loop(
-      lambda h: (h @ p["w"].T).sum() > 1, lambda h: h @ p["w"], x), "along"),
+      lambda h: (h @ p["w"].T).sum() > 1, lambda h: h @ p["w"], x), "axes .* and"),
   "branches": (
-    lambda p, x, d: x @ jax.lax.cond(x.sum() > 0, lambda: p["w"], lambda: p["w"].T), "along"),
+    lambda p, x, d: x @ jax.lax.cond(x.sum() > 0, lambda: p["w"], lambda: p["w"].T), "axes .* and"),
   # A mixture of kernels is contracted along the experts first.
   "CondConv, each its own": (
     lambda p, x, d: jax.vmap(mixed_conv, (None, 0, 0))(p, jnp.stack([x, x]), d["gates"]),
@@ -323,8 +323,9 @@ scatter = functools.partial(jax.lax.psum_scatter, axis_name="d", tiled=True)
     lambda p, x: jax.lax.ragged_dot(x, p["w"][None], jnp.array([8])),
     on_four_devices(lambda w, x: scatter(x @ w), P("d"), P(None, "d")),
     on_four_devices(lambda w, x: x @ gather(w), P("d"), P("d")),
+    on_four_devices(lambda w, x: x @ scatter(w), P(), P(None, "d")),
   ],
-  ids=["turns", "ragged", "tensor parallel", "gathered"],
+  ids=["turns", "ragged", "tensor parallel", "gathered", "scattered"],
 )
 def test_multiply_adds_count_turns_and_devices(function):
   shape = lambda *sizes: jax.ShapeDtypeStruct(sizes, "float32")

@@ -3,8 +3,11 @@
     function, params, inputs -> [jax.make_jaxpr] -> equations -> [_Walk] -> Traced
 
 Values that depend on parameters alone are followed through transposes, reshapes, casts, slices and
-loops, up to the product with data. What cannot be followed into a product is refused by name, so no
-answer is a guess. Nothing is computed.
+loops, up to the product with data. A value in which the axes of a parameter cannot be told any more
+has lost it. A parameter that is lost before its product is refused by name, so no answer is a
+guess. Nothing is computed.
+
+A mixture is `x @ (g(x) @ bank)`: data chooses a blend of the kernels in `bank`. It is refused.
 """
 
 from __future__ import annotations
@@ -46,10 +49,10 @@ def trace(function: Callable[..., Any], params: Any, *inputs: Any) -> Traced:
   """Returns what a program does with its parameters.
 
   A parameter is refused where data meets it outside of a product, as in `x @ (w * keep)`, where two
-  products sum over different axes of it, where a loop changes it from turn to turn, and where data
-  mixes kernels before they are multiplied. A product with a one-hot is a look-up: no axis is
-  contracted, and no arithmetic counts. A `while` loop counts as one turn, a `cond` as all of its
-  branches, and `shard_map` as the sum of its devices. The inside of a Pallas kernel is not seen.
+  products sum over different axes of it, where a loop changes it from turn to turn, and in a
+  mixture. A product with a one-hot is a look-up: no axis is contracted, and no arithmetic counts.
+  A `while` loop counts as one turn, a `cond` as all of its branches, and `shard_map` as the sum of
+  its devices. The inside of a Pallas kernel is not seen.
 
   >>> import jax.numpy as jnp
   >>> params = {"w": jnp.ones((8, 4)), "v": jnp.ones((2, 8))}
@@ -74,18 +77,20 @@ def trace(function: Callable[..., Any], params: Any, *inputs: Any) -> Traced:
   jaxpr = jax.make_jaxpr(of_arrays)(*filter(is_array, leaves)).jaxpr
   shapes = {path: tuple(x.shape) for path, x in flatten(params) if is_array(x)}
   walk = _Walk({path: math.prod(shape) for path, shape in shapes.items()})
-  whole = lambda shape: tuple(((frozenset([i]), n),) for i, n in enumerate(shape))
-  values = [_Value(False, (_Track(path, whole(shape)),)) for path, shape in shapes.items()]
-  walk.run(jaxpr, [*values, *[_DATA] * (len(jaxpr.invars) - len(values))])
+  # At the start axis i of a value is axis i of its parameter.
+  own = lambda shape: tuple(((frozenset([i]), n),) for i, n in enumerate(shape))
+  values = [_Value(False, (_Track(path, own(shape)),)) for path, shape in shapes.items()]
+  data = [_DATA] * (len(jaxpr.invars) - len(values))
+  walk.run(jaxpr, [*values, *data])
   axes, refused = {}, {}
   for path in shapes:
     found = list(walk.products[path])
-    if path in walk.lost:
-      refused[path] = walk.lost[path]
-    elif not any(found):
+    if path in walk.refused:
+      refused[path] = walk.refused[path]
+    elif all(axes_of_one == () for axes_of_one in found):
       refused[path] = "no product sums over an axis of it"
     elif len(found) > 1:
-      refused[path] = f"it is summed over along {' and along '.join(map(str, found))}"
+      refused[path] = f"products sum over axes {' and '.join(map(str, found))} of it"
     else:
       axes[path] = found[0]
   return Traced(axes, refused, shapes, dict(walk.macs), walk.others)
@@ -94,11 +99,12 @@ def trace(function: Callable[..., Any], params: Any, *inputs: Any) -> Traced:
 # --- what is known of a value ---------------------------------------------------------------------
 
 # One axis of a value, as the pieces it is made of, slowest first: (axes of the parameter, length).
+# If w of shape (4, 6) becomes (24,), its one axis is ((frozenset({0}), 4), (frozenset({1}), 6)).
 _Dim = tuple[tuple[frozenset[int], int], ...]
 
 
 class _Track(NamedTuple):
-  """Where the axes of one parameter lie in a value; without dims, `lost` says what hides them."""
+  """Where the axes of one parameter lie in a value; without dims, `lost` says what lost them."""
 
   path: str
   dims: tuple[_Dim, ...] | None
@@ -131,8 +137,8 @@ def _weights(known: Iterable[_Value]) -> list[_Track]:
   return [track for value in known if not value.is_data for track in value.tracks]
 
 
-def _hidden(known: Sequence[_Value], why: str) -> _Value:
-  """Returns what depends on these values, without knowing where axes of weights are in it."""
+def _lost(known: Sequence[_Value], why: str) -> _Value:
+  """Returns what depends on these values, in which their weights are lost."""
   return _Value(_any_data(known), tuple(_Track(t.path, None, why) for t in _weights(known)))
 
 
@@ -141,8 +147,9 @@ class _Walk:
 
   def __init__(self, sizes: Mapping[str, int]):
     self.sizes = sizes
+    # path -> the sets of axes that products sum over, in order of appearance
     self.products: dict[str, dict[tuple[int, ...], None]] = collections.defaultdict(dict)
-    self.lost: dict[str, str] = {}
+    self.refused: dict[str, str] = {}
     self.macs: dict[str, int] = collections.defaultdict(int)
     self.others: list[tuple[str, int]] = []
 
@@ -192,41 +199,41 @@ class _Walk:
     if name == "dynamic_slice":
       known = known[:1]  # whichever rows data picks, its axes are the same
     if _any_data(known):
-      known = self._met(known, name)
-    return [_moved(eqn, known, i)._replace(kind=kind) for i in range(len(eqn.outvars))]
+      known = self._lose_to_data(known, name)
+    return [_outputs(eqn, known, i)._replace(kind=kind) for i in range(len(eqn.outvars))]
 
-  def _lose(self, tracks: Iterable[_Track], why: str = "") -> None:
+  def _refuse(self, tracks: Iterable[_Track], why: str = "") -> None:
     for track in tracks:
-      hidden = f"it could not be followed through {track.lost}"
+      lost = f"it could not be followed through {track.lost}"
       # The first reason counts: what follows it is its consequence.
-      self.lost.setdefault(track.path, hidden if track.dims is None else why)
+      self.refused.setdefault(track.path, lost if track.dims is None else why)
 
-  def _met(self, known: Sequence[_Value], name: str) -> list[_Value]:
-    """Notes that weights meet data outside of a product, after which nobody can follow them."""
+  def _lose_to_data(self, known: Sequence[_Value], name: str) -> list[_Value]:
+    """Refuses weights that meet data outside of a product; what comes of them is data."""
     # A product with a constant, such as the first state of a recurrent network, is as good as one
     # with data.
     weights = [track for track in _weights(known) if track.lost != _WITH_CONSTANT]
-    self._lose(weights, f"it meets data outside of a product, in {name}")
+    self._refuse(weights, f"it meets data outside of a product, in {name}")
     return [value if value.is_data else _CONSTANT for value in known]
 
   def _either(self, outs: Sequence[_Value]) -> _Value:
     """Returns what is known of an output of one branch or another."""
     if is_data := _any_data(outs):
-      outs = self._met(outs, "cond")
+      outs = self._lose_to_data(outs, "cond")
     return _Value(is_data, tuple(dict.fromkeys(t for value in outs for t in value.tracks)))
 
   def _product(self, eqn: Any, known: list[_Value], turns: int, scope: str) -> _Value:
-    """Notes a product; what it returns is no weight, or one that nobody can follow."""
+    """Notes a product; what it returns is data, or has lost its weights."""
     weights = _weights(known)
     if any(value.kind == "one-hot" for value in known):
-      self._lose(weights, "its rows are looked up by a one-hot")
+      self._refuse(weights, "its rows are looked up by a one-hot")
       return _DATA  # rows of a table are data, whoever picks them
     product = _PRODUCTS[eqn.primitive.name](eqn)
     of_data = all(value.is_data for value in known)
     for value, summed, kept in zip(known, product.summed, product.kept, strict=True):
       if of_data:
         mixtures = [track for track in value.tracks if _is_mixture(track, summed, kept)]
-        self._lose(mixtures, "data sums over two of its axes in turn, as where gates mix kernels")
+        self._refuse(mixtures, "data sums over two of its axes in turn: a mixture of kernels")
       for track in _weights([value]):
         self._contract(track, summed, eqn.primitive.name)
     paths = {track.path for track in weights if track.dims is not None}
@@ -234,7 +241,7 @@ class _Walk:
     if _any_data(known):
       return _Value(True, () if of_data else _results(eqn, known, product))
     of_weights = all(value.tracks for value in known)
-    return _hidden(known, "a product of weights" if of_weights else _WITH_CONSTANT)
+    return _lost(known, "a product of weights" if of_weights else _WITH_CONSTANT)
 
   def _count(self, paths: Collection[str], macs: int, scope: str) -> None:
     """Notes the multiply-adds of a product of these parameters, or of one without any."""
@@ -247,21 +254,22 @@ class _Walk:
   def _contract(self, track: _Track, along: Sequence[int], name: str) -> None:
     """Notes the axes of a parameter that a product sums over."""
     if track.dims is None:
-      self._lose([track])
+      self._refuse([track])
       return
     summed = _parts(track.dims[d] for d in along)
     left = [piece for d, dim in enumerate(track.dims) if d not in along for piece in dim]
     # Of a convolution groups lie along the input channels, at one offset of the window.
     is_conv = name == "conv_general_dilated"
     if not is_conv and any(summed & axes for axes, length in left if length > 1):
-      self._lose([track], "a product sums over a part of an axis of it")
+      self._refuse([track], "a product sums over a part of an axis of it")
     else:
       self.products[track.path][tuple(sorted(summed))] = None
 
   def _scan(self, eqn: Any, known: list[_Value], turns: int, scope: str) -> list[_Value]:
     body = eqn.params["jaxpr"].jaxpr
-    # Constants and the carry keep their rank in a turn, and what is stacked has an axis less. JAX
-    # 0.10 has these numbers as parameters of a scan, and JAX 0.12 has others.
+    # operands: consts | carry | stacked        results: carry | stacked
+    # In a turn, what is stacked has an axis less, and the rest has the same rank. So ranks tell how
+    # many there are of each: JAX 0.10 has these numbers as parameters of a scan, JAX 0.12 others.
     same_rank = lambda inside, outside: sum(
       a.aval.ndim == b.aval.ndim for a, b in zip(inside, outside, strict=True)
     )
@@ -273,8 +281,8 @@ class _Walk:
     ]
     carry = self._carry(known, known[consts : consts + carries])
     outs = self.run(body, [*known[:consts], *carry, *layers], turns * eqn.params["length"], scope)
-    # Results of all turns are stacked: their weights have an axis that no axis of a parameter is.
-    return [*carry, *(_hidden([out], "scan") for out in outs[carries:])]
+    # The axis along which results of turns are stacked is no axis of a parameter.
+    return [*carry, *(_lost([out], "scan") for out in outs[carries:])]
 
   def _while(self, eqn: Any, known: list[_Value], turns: int, scope: str) -> list[_Value]:
     p = eqn.params
@@ -289,9 +297,9 @@ class _Walk:
   def _carry(self, known: Sequence[_Value], carry: Sequence[_Value]) -> list[_Value]:
     """Returns what is carried from turn to turn: data, where data enters the loop at all.
 
-    A weight that is carried may be another one in the next turn, so nobody can follow it.
+    A weight that is carried may be another one in the next turn, so it is refused.
     """
-    self._lose(_weights(carry), "a loop carries it from turn to turn")
+    self._refuse(_weights(carry), "a loop carries it from turn to turn")
     return [_Value(_any_data(known))] * len(carry)
 
 
@@ -313,10 +321,8 @@ def _kind(name: str, known: Sequence[_Value]) -> str:
 
 def _is_statistic(eqn: Any) -> bool:
   """Returns whether an equation makes a statistic or a mask of a weight, which is no weight."""
-  name = eqn.primitive.name
-  if name.startswith(("reduce_", "arg")) and name != "reduce_precision":
-    return True
-  return all(var.aval.dtype == bool for var in eqn.outvars)
+  is_bool = all(var.aval.dtype == bool for var in eqn.outvars)
+  return is_bool or eqn.primitive.name in _STATISTICS
 
 
 # --- products -------------------------------------------------------------------------------------
@@ -364,7 +370,7 @@ _PRODUCTS: Mapping[str, Callable[[Any], _Product]] = {
 
 
 def _results(eqn: Any, known: Sequence[_Value], product: _Product) -> tuple[_Track, ...]:
-  """Returns where axes of weights are in their product with data, as far as mixtures need it."""
+  """Returns where axes of weights are in their product with data, if it may become a mixture."""
   if eqn.primitive.name == "conv_general_dilated":
     return ()
   shape, tracks = eqn.outvars[0].aval.shape, []
@@ -374,18 +380,18 @@ def _results(eqn: Any, known: Sequence[_Value], product: _Product) -> tuple[_Tra
     for track in _weights([value]):
       # A mixture sums over one axis of the weight that is left, and keeps another one.
       if track.dims is not None and len(_parts(track.dims[a] for a in kept)) > 1:
-        dims = _unknown(shape)
+        dims = _foreign(shape)
         dims[start : start + len(kept)] = [track.dims[a] for a in kept]
         tracks.append(_Track(track.path, tuple(dims)))
   return tuple(tracks)
 
 
 def _is_mixture(track: _Track, summed: Sequence[int], kept: Sequence[int]) -> bool:
-  """Returns whether data that a weight made is a kernel, in a product with other data.
+  """Returns whether `g(x) @ bank` is a blend of kernels, in a product with other data.
 
-  It is one where nothing but axes of the weight is left of it. In attention tokens are left of a
-  query as well, also where all heads share their keys. A hypernetwork makes a kernel along one axis
-  of its weight, and that weight is contracted along the other.
+  It is one where nothing but axes of the weight `bank` is left of it. In attention tokens are left
+  of a query as well, also where all heads share their keys. A hypernetwork makes a kernel along one
+  axis of its weight, and that weight is contracted along the other.
   """
   if track.dims is None or not kept:
     return False
@@ -397,7 +403,7 @@ def _is_mixture(track: _Track, summed: Sequence[int], kept: Sequence[int]) -> bo
 # --- how equations move the axes of a weight ------------------------------------------------------
 
 
-def _moved(eqn: Any, known: Sequence[_Value], i: int) -> _Value:
+def _outputs(eqn: Any, known: Sequence[_Value], i: int) -> _Value:
   """Returns what output i of an equation depends on, and where the axes of parameters are in it."""
   name, out, is_data = eqn.primitive.name, eqn.outvars[i].aval.shape, _any_data(known)
   move, tracks = _MOVE.get(name), []
@@ -438,7 +444,7 @@ def _reshape(params, dims, shape, out):
 
 
 def _broadcast(params, dims, shape, out):
-  moved = _unknown(out)
+  moved = _foreign(out)
   for dim, n, to in zip(dims, shape, params["broadcast_dimensions"], strict=True):
     # A repeated axis of length 1 is none of the parameter: a sum over it is no contraction.
     if n == out[to]:
@@ -456,7 +462,7 @@ def _resize(params, dims, shape, out):
   return tuple(dim if n == m else ((_parts([dim]), m),) for dim, n, m in pairs)
 
 
-def _unknown(shape: Sequence[int]) -> list[_Dim]:
+def _foreign(shape: Sequence[int]) -> list[_Dim]:
   """Returns axes that are none of the parameter."""
   return [((frozenset(), n),) for n in shape]
 
@@ -473,7 +479,8 @@ _SAME_SHAPE = (
   "sharding_constraint layout_constraint mesh_cast "
   "reshard add_any nm_pinned erf cbrt expm1 log1p sin cos is_finite".split()
 )
-_RESIZE = ("slice", "dynamic_slice", "split", "pad", "concatenate", "all_gather")
+# The last keeps a slice, on each device, of a sum over devices.
+_RESIZE = "slice dynamic_slice split pad concatenate all_gather reduce_scatter".split()
 # What moves the axes of a weight so that they can be followed.
 _MOVE: Mapping[str, Callable[..., tuple[_Dim, ...] | None]] = {
   **dict.fromkeys(_SAME_SHAPE, lambda params, dims, shape, out: dims if shape == out else None),
@@ -488,6 +495,11 @@ _MOVE: Mapping[str, Callable[..., tuple[_Dim, ...] | None]] = {
 # What leaves the entries of a one-hot as they are.
 _KEEP_ENTRIES = frozenset(
   "convert_element_type copy copy_p transpose reshape broadcast_in_dim squeeze".split()
+)
+# What makes a statistic.
+_STATISTICS = frozenset(
+  "argmax argmin reduce_and reduce_max reduce_min reduce_or reduce_prod reduce_sum reduce_window "
+  "reduce_window_max reduce_window_min reduce_window_sum reduce_xor".split()
 )
 # Each output is one operand, or its sum over devices.
 _EACH_ALONE = frozenset("optimization_barrier device_put pvary psum psum_invariant".split())

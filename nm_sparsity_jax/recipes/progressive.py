@@ -1,5 +1,7 @@
 """Progressive gradient flow: pruned weights fade (MDGF), or the pattern tightens (SDGF).
 
+In the formulas j = step - dense, and Phi_i is the mask of level i.
+
 Reference: Bambhaniya et al., "Progressive Gradient Flow for Robust N:M Sparsity Training in
 Transformers", CPAL 2025, arXiv:2402.04744.
 """
@@ -15,7 +17,10 @@ from nm_sparsity_jax.recipes.base import Recipe
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Fading(Recipe):
-  """A recipe in which D falls by a kind of decay, at the rate beta."""
+  """A recipe in which D follows `decay_kind`, at the rate `beta`; None is hard masks, D = 0.
+
+  Subclasses set `decay_kind`, as a constant or a field.
+  """
 
   decay_kind: ClassVar[str | None]
   beta: float | None = None
@@ -23,9 +28,8 @@ class Fading(Recipe):
 
   def __post_init__(self):
     super().__post_init__()
-    # Both raise: here, not at the first step.
-    self.levels()
-    schedules.decay(self.decay_kind, self.beta, self.phases)
+    # What does not fit raises here, not at the first step.
+    _ = self.levels(), self.curve
 
   @property
   def curve(self):
@@ -93,8 +97,8 @@ class SdgfGeometric(Fading):
 
       W~ = W * (Phi_i + D(j) * (1 - Phi_i)),   D = 0 unless `decay_kind` is given.
 
-  Levels whose group does not divide the axis are dropped from the top (768 % 512), never
-  straddled; the remaining ones share the phase.
+  A level whose group does not divide the axis, such as 512 of 768, is left out: a group never
+  reaches beyond the axis. The others share the phase.
 
   Attributes:
     pattern: the target.

@@ -29,8 +29,8 @@ def sparsify(params: Any, rules: Rules, step: jax.Array | int, state: State | No
       loss = lambda w: model_loss(nms.sparsify(w, rules, step))
 
   Differentiable, in the gradient mode of each recipe. Same structure, shapes and dtypes; what no
-  rule names is passed through. An optimizer of `nms.sparse` does this itself, and its parameters
-  are W~ already.
+  rule names is passed through. Do not call it on effective weights: D would act twice. So the
+  parameters of an optimizer of `nms.sparse`, which are W~ already, need no such call.
 
   Args:
     params: the dense parameters.
@@ -41,13 +41,16 @@ def sparsify(params: Any, rules: Rules, step: jax.Array | int, state: State | No
   A stored mask that should have been renewed by `step` and was not (a forgotten `update_state`) is
   an error; where the step is traced it makes the weights NaN, so that it cannot pass unseen.
   """
-  sites, step = rules.assign(params).places, as_step(step)
+  sites = rules.assign(params).places
+  step = as_step(step)
 
   def apply(path, w):
-    if path not in sites:
+    site = sites.get(path)
+    if site is None:
       return w
     check_floating(path, w)
-    return sites[path].effective(w, *current(sites[path], step, state))
+    at, mask = current(site, step, state)
+    return site.effective(w, at, mask)
 
   return map_with_names(apply, params)
 
@@ -59,7 +62,7 @@ def finalize(
   state: State | None = None,
   early: bool = False,
 ) -> Any:
-  """Returns trained dense parameters with exact zeros: the target pattern of every place, D = 0.
+  """Returns trained dense parameters with exact zeros: the target pattern of every site, D = 0.
 
       params = nms.finalize(params, rules, step)
 
@@ -68,26 +71,25 @@ def finalize(
   Args:
     params: the trained parameters.
     rules: the rules.
-    step: the number of updates applied. While the schedule of a place is not over it is an error;
-      where it is traced, the weights become NaN.
+    step: the number of updates applied. A step at which the schedule of a site is not over is an
+      error; where the step is traced, the weights become NaN.
     state: the stored masks, for the recipes that keep one.
-    early: finalize though a schedule is not over; snip must have taken its mask.
+    early: finalize although a schedule is not over. Of snip, the mask must be there.
   """
-  assignment, step = rules.assign(params), as_step(step)
+  assignment = rules.assign(params)
+  step = as_step(step)
   # Under jit the step has no value yet: NaN, below, is what an early call gets there.
   is_known = not isinstance(step, jax.core.Tracer)
-  if is_known and (ahead := assignment.unfinished(int(step), early)):
-    raise ValueError(
-      f"the run is at step {ahead}. Train on, or call nms.finalize(..., early=True), before which "
-      "snip must have taken its mask."
-    )
+  if is_known and (where := assignment.unfinished(int(step), early)):
+    advice = "" if early else ", or call nms.finalize(..., early=True) once snip has its masks"
+    raise ValueError(f"the run is at step {where}. Train on{advice}.")
 
   def apply(path, w):
     site = assignment.places.get(path)
     if site is None:
       return w
     check_floating(path, w)
-    at, _ = current(site, step, state)  # -1 where its stored mask is wrong
+    at, _mask = current(site, step, state)  # `at` is -1 where the stored mask is wrong
     done = site.recipe.final(w, site.groups, kept(site, state))
     # What is traced cannot raise, but NaN is seen.
     wrong = at < site.final_from(early)
@@ -109,8 +111,8 @@ def check_floating(path: str, w: Any) -> None:
 class Verified:
   """One parameter's proof.
 
-  `first` is the index of the first weight of the first bad group; `not_finite` counts inf and NaN,
-  which are no zeros: they may be n:m, and still be of no use.
+  `first` is the index of the first weight of the first bad group. `not_finite` counts inf and NaN:
+  they are no zeros, so a weight that has them may be n:m, but nobody can use it.
   """
 
   path: str
@@ -125,9 +127,12 @@ class Verified:
 
   @property
   def warning(self) -> str:
-    """Returns in words what is wrong although it may be n:m; empty where nothing is."""
+    """Returns in words what is wrong beside the pattern; empty where nothing is."""
     if self.not_finite:
-      return f"{self.not_finite} inf or NaN; under jit a wrong step, mask or rules make NaN"
+      return (
+        f"{self.not_finite} inf or NaN. Training diverged, or step, mask or rules are wrong. "
+        "Under jit that makes NaN; without jit it is an error that says which"
+      )
     return "" if self.density else "every weight is zero: its data may be lost"
 
 
@@ -135,7 +140,7 @@ class Verified:
 class Report:
   """What `verify` found; `str` is a table that ends in the verdict, `ok`.
 
-  It is ok when there are places, all of them are n:m, and no weight of them is inf or NaN.
+  It is ok when a parameter must be n:m, each such parameter is, and none has inf or NaN.
 
   Attributes:
     places: the parameters that must be n:m.
@@ -162,15 +167,15 @@ class Report:
 
   def __str__(self) -> str:
     head = "parameter", "pattern", "axis", "groups", "bad", "density", "first bad group at"
-    facts = {
-      p.path: (p.shape, p.pattern, p.axis, p.groups, p.bad_groups, f"{p.density:.4f}", p.first)
+    # Like layers are one row, so what a row does not show is made equal.
+    shown = {
+      p.path: dataclasses.replace(p, path="", density=round(p.density, 4), not_finite=0)
       for p in self.places
     }
-    # Like layers are one row. Its groups are those of all of them.
-    rows = [
-      (name, pattern, axis, groups * len(paths), bad * len(paths), density, first or "")
-      for name, paths, (_, pattern, axis, groups, bad, density, first) in alike(facts)
-    ]
+    rows = []
+    for name, paths, p in alike(shown):
+      groups, bad = p.groups * len(paths), p.bad_groups * len(paths)  # of all these layers
+      rows.append((name, p.pattern, p.axis, groups, bad, f"{p.density:.4f}", p.first or ""))
     lines = table(head, rows) if rows else []
     lines += [f"skipped  {name}: {why}" for name, _, why in alike(self.skipped)]
     lines += [f"warning  {p.path}: {p.warning}" for p in self.places if p.warning]
@@ -191,14 +196,15 @@ def verify(params: Any, rules: Rules) -> Report:
   Returns:
     A `Report`; `report.ok` is the verdict as a bool.
   """
-  arrays, assignment = dict(flatten(params)), rules.assign(params)
+  arrays = dict(flatten(params))
+  assignment = rules.assign(params)
   found = [_verify(site, np.asarray(arrays[path])) for path, site in assignment.places.items()]
   return Report(tuple(found), assignment.skipped)
 
 
 def _verify(site: Site, w: np.ndarray) -> Verified:
-  # On the host and by bits, so that no backend flushes a subnormal to zero.
-  pattern, used = site.pattern, dtypes.used(w, site.path)
+  pattern = site.pattern
+  used = dtypes.used(w, site.path)  # on the host, since a backend may flush subnormals
   counts = site.groups.split(used, pattern).sum(-1)
   bad = counts > pattern.n
   return Verified(

@@ -28,7 +28,13 @@ from nm_sparsity_jax.training.sites import Assignment, Site
 
 _POLICIES = ("error", "skip", "pad")
 _log = logging.getLogger(__name__)
-_Shapes = tuple[tuple[str, tuple[int, ...]], ...]
+_Shapes = tuple[tuple[str, tuple[int, ...]], ...]  # (path, shape) of each parameter
+
+# A module that flax named `Conv_0`, or one of these roles, is a convolution, whose kernel is
+# (..., in, out). Names that a user chose tell nothing: it may be a transposed convolution.
+_CONV = re.compile(r"(.*/)?Conv_\d+/kernel")
+_CONV_ROLES = ("stem", "conv", "shortcut")
+_EINSUM = re.compile(r"(.*/)?Einsum_\d+/kernel")  # its kernel may be (out, in)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -63,8 +69,8 @@ class Rules:
   shardings: Mapping[str, NamedSharding] = dataclasses.field(default_factory=dict, repr=False)
 
   def __post_init__(self):
-    places = self.places.values() if isinstance(self.places, Mapping) else ()
-    are_recipes = places and all(isinstance(recipe, Recipe) for recipe in places)
+    recipes = self.places.values() if isinstance(self.places, Mapping) else ()
+    are_recipes = bool(recipes) and all(isinstance(recipe, Recipe) for recipe in recipes)
     if not are_recipes or self.indivisible not in _POLICIES:
       raise ValueError(
         f"Rules({self.places!r}, indivisible={self.indivisible!r}): give a dict from place to "
@@ -84,13 +90,15 @@ class Rules:
   def _axes(self) -> list[tuple[re.Pattern[str], masks.Axis]]:
     return [(roles.compiled(regex, "axes"), axis) for regex, axis in self.axes.items()]
 
+  # Caches: filled by `match` and `assign`.
+
   @functools.cached_property
   def _matched(self) -> dict[str, str | None]:
-    return {}  # path -> what `match` returned
+    return {}  # path -> place
 
   @functools.cached_property
   def _assigned(self) -> dict[_Shapes, Assignment]:
-    return {}  # shapes of a tree -> what `assign` returned
+    return {}  # shapes of a tree -> its assignment
 
   # Shardings hold devices and compiled regexes are caches: neither goes into another process.
   def __reduce__(self):
@@ -139,9 +147,9 @@ class Rules:
     Args:
       logical_axes: a tree that mirrors the parameters; leaves are tuples of axis names, flax's
         `AxisMetadata` or `PartitionSpec`. Paths may end in `_axes`, as in flax's `params_axes`.
-        A scan over layers adds an axis that is called 'layers' or 'stack'. Of the others, the
-        contraction axis of a kernel is the first; of an attention kernel with heads as an axis of
-        their own, all but the last for `out`.
+        An axis called 'layers' or 'stack' comes from a scan over layers and is left out. A kernel
+        is contracted along the first axis that remains. An attention kernel may have an axis of
+        heads; then the kernel of role `o` is contracted along all axes but the last.
 
     Returns:
       New rules. Axes given by hand come first.
@@ -156,8 +164,8 @@ class Rules:
         continue
       role = roles.role_of(path)
       if len(own) == 2 or (len(own) == 3 and role in ("q", "k", "v", "o")):
-        summed = len(own) - 1 if role == "o" else 1
-        found.setdefault(re.escape(path), _one_or_several(own[:summed]))
+        how_many = len(own) - 1 if role == "o" else 1
+        found.setdefault(re.escape(path), _one_or_several(own[:how_many]))
     return dataclasses.replace(self, axes=found)
 
   def with_shardings(self, shardings: Any) -> Rules:
@@ -181,33 +189,35 @@ class Rules:
 
         rules = rules.for_model(lambda p, x: model.apply({"params": p}, x), params, x)
 
-    The program is traced and not computed, so arrays and `jax.ShapeDtypeStruct` both serve. Every
-    product of every parameter that a rule names is looked at. One that is contracted along two
-    axes, such as a tied embedding, or in no product, is refused with that reason, unless `axes`
-    names its axis.
+    The program is traced and not computed, so arrays and `jax.ShapeDtypeStruct` both serve. It
+    looks at every product of each parameter that a rule names. A parameter is refused where two
+    products contract it along different axes, as of a tied embedding, and where no product
+    contracts it. The error says why. An axis in `axes` lifts the refusal.
 
     Args:
       function: the forward pass, called as function(params, *inputs).
       params: the parameters, by whose paths the rules name them.
-      *inputs: what it computes on. What the function closes over is a constant of the program, as
-        a weight is, so a product with it says nothing.
+      *inputs: the data. Pass all of it here: what the function closes over counts as a constant,
+        and a product of a weight with a constant tells no axis.
     """
     shapes = dict(_shapes(params))
     traced = trace.trace(function, params, *inputs)
     found: dict[str, masks.Axis] = {}
     refused = []
     for path, shape in shapes.items():
-      if isinstance(self.find(path), Dense | None):
+      if self._sparse_recipe(path) is None:
         continue
       by_hand = self._axis_of(path)
       known: Any = traced.axes.get(path)
       if by_hand is None and known is None:
         refused.append(f"{path!r}: {traced.refused[path]}")
       elif by_hand is None:
-        # Nothing is added where the default is right: checkpoints hold the text of rules.
+        # Checkpoints hold the text of rules, so no axis is added where the default is right.
         default = _default_axis(path, shapes)
+        # `check_axis` makes both sides ascending, non-negative ints.
         if default is None or masks.check_axis(shape, default) != known:
           found[re.escape(path)] = _one_or_several(known)
+      # With gaps, since groups may lie along axes that are not adjacent.
       elif known is not None and masks.check_axis(shape, by_hand, gaps=True) != known:
         refused.append(f"{path!r}: axes= says {by_hand}, the program contracts {known}")
     if refused:
@@ -235,6 +245,11 @@ class Rules:
     place = self.match(path)
     return None if place is None else self.places[place]
 
+  def _sparse_recipe(self, path: str) -> Recipe | None:
+    """Returns the recipe that makes a parameter sparse, None where it stays dense."""
+    recipe = self.find(path)
+    return None if isinstance(recipe, Dense) else recipe
+
   def site(self, path: str, shape: Sequence[int], axis: masks.Axis) -> Site | str | None:
     """Returns the `Site` of one parameter, why it is skipped, or None where no rule names it.
 
@@ -243,8 +258,8 @@ class Rules:
       shape: shape of the parameter.
       axis: its contraction axis.
     """
-    recipe = self.find(path)
-    if isinstance(recipe, Dense | None):
+    recipe = self._sparse_recipe(path)
+    if recipe is None:
       return None
     site = Site(path, recipe, Groups(tuple(shape), axis), self.match(path) or "")
     # Whole groups of the target pattern, and of each level that fits.
@@ -280,7 +295,7 @@ class Rules:
       An `Assignment`; its `str` is a table.
     """
     shapes = _shapes(params)
-    # An update asks a dozen times, so the shapes of a tree are the key of what was found once.
+    # One update asks a dozen times, so the answer is kept by the shapes of the tree.
     if shapes not in self._assigned:
       self._assigned[shapes] = self._assign(shapes)
     return self._assigned[shapes]
@@ -289,7 +304,7 @@ class Rules:
     known, sites, skipped, dense = dict(shapes), {}, {}, []
     ambiguous: list[str] = []
     for path, shape in shapes:
-      if isinstance(self.find(path), Dense | None):
+      if self._sparse_recipe(path) is None:
         dense.append(path)
         continue
       axis = self._axis_of(path)
@@ -330,18 +345,12 @@ class Rules:
       )
 
 
-# flax's own names, and the roles of families: such a module is a convolution, whose kernel is
-# (..., in, out). A name that a user chose may be that of a transposed one.
-_CONV = re.compile(r"(.*/)?Conv_\d+/kernel")
-_CONV_ROLES = ("stem", "conv", "shortcut")
-_EINSUM = re.compile(r"(.*/)?Einsum_\d+/kernel")  # its kernel may be (out, in)
-
-
 def _default_axis(path: str, shapes: Mapping[str, tuple[int, ...]]) -> masks.Axis | None:
   """Returns the axis that a stored kernel is contracted along, None where that is in doubt.
 
-  Of a `kernel` of rank 2 it is the first axis, and of a convolution's, (..., in, out), the last but
-  one. A bias beside it has the length of the outputs; one of another length is a doubt.
+  A `kernel` of rank 2 is contracted along its first axis. That of a convolution is (..., in, out),
+  and is contracted along the last but one. A bias beside it has the length of the outputs: if that
+  is not the last axis, the layout is in doubt.
   """
   folder, _, name = path.rpartition("/")
   shape, bias = shapes[path], shapes.get(f"{folder}/bias" if folder else "bias")
@@ -350,10 +359,12 @@ def _default_axis(path: str, shapes: Mapping[str, tuple[int, ...]]) -> masks.Axi
   if len(shape) == 2:
     return None if _EINSUM.fullmatch(path) else 0
   is_conv = _CONV.fullmatch(path) or roles.role_of(path) in _CONV_ROLES
+  # The window has 1, 2 or 3 dimensions; in and out are two more.
   return -2 if 3 <= len(shape) <= 5 and is_conv else None
 
 
 def _recipe_text(recipe: Recipe) -> str:
+  """Returns 'name n:m, field=value, ...' without defaults; `rules_text` has its inverse."""
   words = [recipe.name if recipe.pattern is None else f"{recipe.name} {recipe.pattern}"]
   for owner in (recipe.phases, recipe):
     for field in dataclasses.fields(owner) if owner else ():  # type: ignore[arg-type]

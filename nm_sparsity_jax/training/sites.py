@@ -138,12 +138,13 @@ class Assignment:
 
     Args:
       step: updates applied so far.
-      early: look at stored masks alone, see `Site.final_from`.
+      early: ask which mask is not there yet instead, see `Site.final_from`.
 
     >>> rules.assign(params).unfinished(40)  # doctest: +SKIP
     "40, and the schedule of 'ff' is over at 60"
     """
     for site in self.places.values():
       if step < (end := site.final_from(early)):
-        return f"{step:,}, and the schedule of {site.key!r} is over at {end:,}"
+        waits = f"mask of {site.key!r} comes" if early else f"schedule of {site.key!r} is over"
+        return f"{step:,}, and the {waits} at {end:,}"
     return None

@@ -27,6 +27,9 @@ from nm_sparsity_jax.training.apply import check_floating
 from nm_sparsity_jax.training.rules import Rules
 from nm_sparsity_jax.training.sites import Site
 
+# In place of W where no rule names a parameter: a node without leaves, so all leaves are arrays.
+_NONE = optax.MaskedNode()
+
 
 class SparseState(NamedTuple):
   """The state of `nms.sparse`. All leaves are arrays.
@@ -55,12 +58,14 @@ def sparse(tx: optax.GradientTransformation, rules: Rules) -> optax.GradientTran
       print(nms.verify(params, rules))
 
   `params` are the effective weights W~ of the step, so a loss, an evaluation or an export takes
-  them as they are, and at the end of the schedule they are n:m. With W the dense weights that lie
-  in the state, t the updates so far and g the gradient at W~, an update does
+  them as they are, and at the end of the schedule they are n:m. W are the dense weights, which lie
+  in the state, t is the number of updates so far, and g is the gradient at W~. An update does
 
-      g_W = g * (mask + D(t) * (1 - mask)) or g, by the recipe's mode   + lam * (1 - mask) * W
+      g_W = pulled(g) + lam * (1 - mask) * W
       W   = W + update of `tx` for g_W at W
       W~  = W * (mask + D(t + 1) * (1 - mask)),   the new `params`
+
+  where pulled(g) is g * (mask + D(t) * (1 - mask)), or g itself, by the recipe's gradient mode.
 
   It is the outermost transformation, but for `optax.MultiSteps` and `optax.apply_if_finite`, which
   stand around it: what they skip counts nothing. Clipping and schedules go inside.
@@ -68,7 +73,8 @@ def sparse(tx: optax.GradientTransformation, rules: Rules) -> optax.GradientTran
   The first forward pass sees the weights that you start from, also with `dense=0`. They are taken
   as W at the first update, so weights may be loaded after `init`. `optax.apply_updates` adds
   W~ - params to params, so a weight that is kept may differ from W~ in its last bit. Zeros are
-  exact.
+  exact, since no update is shorter than its parameter: where the dtype of the gradient is another
+  one, the update has that of W.
 
   Args:
     tx: any optax optimizer.
@@ -81,7 +87,7 @@ def sparse(tx: optax.GradientTransformation, rules: Rules) -> optax.GradientTran
   inner = optax.with_extra_args_support(tx)
 
   def init(params):
-    nonlocal rules
+    nonlocal rules  # under jit `update` cannot see how arrays are sharded, so `init` notes it
     sites = rules.assign(params).places
     rules = _with_shardings_of(params, rules)
     dense = map_with_names(lambda p, w: _master(p, w) if p in sites else _NONE, params)
@@ -97,41 +103,53 @@ def sparse(tx: optax.GradientTransformation, rules: Rules) -> optax.GradientTran
     return SparseState(jnp.int32(0), jnp.int32(rules.fingerprint), dense, masks, inner_state)
 
   def update(updates, state, params=None, **extra):
+    # The gradient at W.
     sites = rules.assign(params).places
-    seen, grads = dict(flatten(params)), dict(flatten(updates))
     step = _checked_step(state, rules, sites)
-    dense, masks, pulled = _dense(state, params), state.masks, {}
-    if masks:  # before the first update they are of the parameters, too
-      first = lambda: stored.init_state(_replaced(params, dense), rules)
+    seen = dict(flatten(params))
+    grads = dict(flatten(updates))
+    w_by_path = _dense(state, params)
+    masks = state.masks
+    if masks:
+      # Parameters may be loaded after `init`, so the first update makes the masks anew.
+      first = lambda: stored.init_state(_replaced(params, w_by_path), rules)
       masks = jax.lax.cond(state.count == 0, first, lambda: state.masks)
+    g_w = {}
     for path, site in sites.items():
       at, mask = stored.current(site, step, masks)
-      pulled[path] = site.recipe.pull_back(grads[path], dense[path], seen[path], at, mask)
-    # Weight decay and trust ratios of the wrapped optimizer are those of W, not of W~.
-    at_w = map_with_names(lambda p, x: dense[p].astype(x.dtype) if p in sites else x, params)
+      g_w[path] = site.recipe.pull_back(grads[path], w_by_path[path], seen[path], at, mask)
+
+    # The inner update. Its weight decay and trust ratios are those of W, not of W~.
+    w_tree = map_with_names(lambda p, x: w_by_path[p].astype(x.dtype) if p in sites else x, params)
     with _relaxed():
-      pulled = _replaced(updates, pulled)
-      moves, inner_state = inner.update(pulled, state.inner_state, at_w, **extra)
+      g_tree = _replaced(updates, g_w)
+      w_updates, inner_state = inner.update(g_tree, state.inner_state, w_tree, **extra)
     # W may be longer than the parameter: a short W would lose updates that are below its last bit.
-    moved = {p: dense[p] + u.astype(dense[p].dtype) for p, u in flatten(moves) if p in sites}
+    new_w = {
+      p: w_by_path[p] + u.astype(w_by_path[p].dtype) for p, u in flatten(w_updates) if p in sites
+    }
     count = jnp.where(step < 0, step, step + 1)  # below 0: the rules are others
+
+    # The stored masks.
     if masks:
       # The gradient at W~ without SR-STE's term: snip scores |g * W|.
-      new, old = _replaced(params, moved), _replaced(params, dense)
-      masks = stored.update_state(masks, new, rules, count, updates, old)
+      after, before = _replaced(params, new_w), _replaced(params, w_by_path)
+      masks = stored.update_state(masks, after, rules, count, updates, before)
 
+    # W~ - params.
     def change(path, u):
       if path not in sites:
         return u
-      now = sites[path].effective(moved[path], *stored.current(sites[path], count, masks))
+      at, mask = stored.current(sites[path], count, masks)
+      now = sites[path].effective(new_w[path], at, mask)
       old = seen[path]
       move = now - old.astype(now.dtype)
-      # Zeros are exact only where the update is not shorter than the parameter.
+      # A move in the dtype of a shorter gradient would leave a rest where W~ is 0.
       return move.astype(old.dtype) if grads[path].dtype == old.dtype else move
 
-    kept = map_with_names(lambda path, _: moved[path], state.dense)
-    new = SparseState(count, state.fingerprint, kept, masks, inner_state)
-    return map_with_names(change, moves), new
+    dense = map_with_names(lambda path, _: new_w[path], state.dense)
+    new_state = SparseState(count, state.fingerprint, dense, masks, inner_state)
+    return map_with_names(change, w_updates), new_state
 
   # With extra arguments, as line searches and `optax.contrib.reduce_on_plateau` need the loss.
   return optax.GradientTransformationExtraArgs(init, update)
@@ -179,7 +197,7 @@ class CountStepsState(NamedTuple):
 
 
 class SrSteState(NamedTuple):
-  """The state of `nms.sr_ste`, likewise."""
+  """The state of `nms.sr_ste`: the updates applied so far, an int32 scalar."""
 
   count: jax.Array
 
@@ -243,7 +261,8 @@ def add_sr_ste(
       return g
     w = arrays[path]
     # The mask of the forward pass of this step, made anew: nothing carries it here.
-    pruned = jnp.where(site.mask(w, *stored.current(site, step, state)), jnp.zeros_like(w), w)
+    at, mask = stored.current(site, step, state)
+    pruned = jnp.where(site.mask(w, at, mask), jnp.zeros_like(w), w)
     # In float32, since lambda * W may be a subnormal of a shorter dtype.
     lam = jnp.float32(site.recipe.lam * scale)
     return g + (lam * pruned.astype(jnp.float32)).astype(g.dtype)
@@ -260,8 +279,14 @@ def count_steps() -> optax.GradientTransformation:
   Give it no arguments. `nms.step_count` finds its count.
   """
 
-  init = lambda params: CountStepsState(jnp.zeros((), jnp.int32))
-  update = lambda updates, state, params=None: (updates, CountStepsState(state.count + 1))
+  def init(params):
+    del params
+    return CountStepsState(jnp.zeros((), jnp.int32))
+
+  def update(updates, state, params=None):
+    del params
+    return updates, CountStepsState(state.count + 1)
+
   return optax.GradientTransformation(init, update)
 
 
@@ -297,11 +322,12 @@ def step_count(opt_state: Any) -> jax.Array:
 
 # --- helpers of `sparse` ----------------------------------------------------------------------
 
-_NONE = optax.MaskedNode()
-
 
 def _master(path: str, w: jax.Array) -> jax.Array:
-  """Returns a copy, since trainers donate both, in float32 or the longer dtype of the parameter."""
+  """Returns W of a parameter, in float32 or its own dtype if that is longer.
+
+  It is a copy, since a trainer donates params and state, and one buffer cannot be donated twice.
+  """
   check_floating(path, w)
   return jnp.array(w, wider(w.dtype), copy=True)
 

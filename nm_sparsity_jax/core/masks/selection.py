@@ -30,8 +30,8 @@ class Kept(NamedTuple):
   Attributes:
     m: the length of a group.
     n: how many to keep, None where it is traced.
-    last: where n is traced, the n that holds longest. It has a way of its own, since 1:m is one
-      maximum.
+    last: where n is traced, the n that holds longest. Such a program has a branch for it, which
+      is cheaper: with n = 1 it is one maximum.
   """
 
   m: int
@@ -43,6 +43,15 @@ def in_groups(shape: tuple[int, ...], axes: tuple[int, ...], m: int) -> tuple[in
   """Returns the shape in which `axes`, which are adjacent, are (groups, m); m is at axes[0] + 1."""
   length = math.prod(shape[a] for a in axes)
   return *shape[: axes[0]], length // m, m, *shape[axes[-1] + 1 :]
+
+
+# How `select` finds the n largest:
+#   n known   1 or m - 1              one extreme
+#             else, m <= 32           network
+#             else                    bisection
+#   n traced  m <= 16                 ranks
+#             else                    bisection
+# n = m needs no branch: the n-th largest key is the smallest, and all are at or above it.
 
 
 def select(keys: jax.Array, n: jax.Array | int, axis: int) -> jax.Array:
@@ -91,8 +100,9 @@ def _ranks(keys: jax.Array, axis: int) -> jax.Array:
 def _cut(keys: jax.Array, from_end: jax.Array, kth: Callable) -> jax.Array:
   """Keeps the keys above the n-th largest, and the first ones among its equals.
 
-  Keys above become one high place, equals their place counted from the end, the rest 0: all
-  places that matter differ, so the n-th largest place is an exact cut.
+  Each key gets a place. Above the n-th largest key it is `top`. For its equals it is `from_end`,
+  their place counted from the end. For the rest it is 0. Equals differ in it, so the n-th largest
+  place is an exact cut.
   """
   small = from_end.dtype.type
   threshold = kth(keys)
@@ -109,8 +119,10 @@ def _from_end(shape, axis: int) -> jax.Array:
 
 
 def _count_dtype(m: int):
-  """Returns the smallest unsigned dtype that holds m and two more values."""
-  return jnp.uint8 if m < 254 else jnp.uint16 if m < 65534 else jnp.uint32
+  """Returns the smallest unsigned dtype that holds 0 to m, `_cut`'s top and the one of `pinned`."""
+  if m < 254:
+    return jnp.uint8
+  return jnp.uint16 if m < 65534 else jnp.uint32
 
 
 def kth_by_network(keys: jax.Array, n: int, axis: int) -> jax.Array:
@@ -154,8 +166,8 @@ def _batcher(m: int) -> list[tuple[int, int]]:
 def kth_by_bisection(keys: jax.Array, n: jax.Array | int, axis: int) -> jax.Array:
   """Returns the n-th largest key of each group, found bit by bit; n may be traced.
 
-  Eight bits make a digit, which needs one byte a key: among the keys that share all digits
-  found so far it is bisected, counting in each pass the digits at or above a candidate.
+  Eight bits are a digit, so a pass reads one byte a key. Each digit is bisected, among the keys
+  that share all digits found before it: a pass counts how many digits reach a candidate.
 
   Args:
     keys: unsigned integers.
@@ -195,12 +207,17 @@ def kth_by_bisection(keys: jax.Array, n: jax.Array | int, axis: int) -> jax.Arra
 
 
 def _fold(x: jax.Array, combine: Callable, axis: int) -> jax.Array:
-  # One long reduction reads a column with the stride of a row, which wastes the cache: up to 4x
-  # slower on a CPU when a row is a large power of two. Eight rows at a time stream. Then the rest
-  # in two halves, which keep XLA from merging the two reductions into the long one again.
+  """Reduces `axis` to length 1: by eights, then the rest in two halves.
+
+  One long reduction reads a column with the stride of a row, which wastes the cache: up to 4x
+  slower on a CPU when a row is a large power of two. Eight rows at a time stream. The halves keep
+  XLA from merging the two reductions into the long one again.
+  """
   m = x.shape[axis]
-  add = functools.partial(jnp.sum, dtype=x.dtype)
-  whole = add if combine is jnp.add else jnp.max if combine is jnp.maximum else jnp.min
+  if combine is jnp.add:
+    whole = functools.partial(jnp.sum, dtype=x.dtype)
+  else:
+    whole = jnp.max if combine is jnp.maximum else jnp.min
   by = next(d for d in range(8, 0, -1) if m % d == 0)
   if m <= 16 or by == 1:
     return whole(x, axis=axis, keepdims=True)
@@ -211,5 +228,6 @@ def _fold(x: jax.Array, combine: Callable, axis: int) -> jax.Array:
 
 
 def _iota(shape, axis: int, dtype, first: int = 0, step: int = 1) -> jax.Array:
+  """Returns first, first + step, ... along `axis`, the same along all others."""
   values = np.arange(shape[axis]) * step + first
   return lax.broadcast_in_dim(jnp.asarray(values, dtype), shape, (axis,))
