@@ -33,7 +33,6 @@ with warnings.catch_warnings(), jax.numpy_dtype_promotion("standard"):
   from t5x.examples.t5 import network as t5_network
 
   from nm_sparsity_jax.integrations import t5x as t5x_adapter
-  from nm_sparsity_jax.integrations.t5x import measure  # noqa: F401
   from nm_sparsity_jax.models.t5 import network
 
 
@@ -98,10 +97,8 @@ NETWORKS = {
 }
 OPTIMIZERS = {
   "adamw": lambda: optimizers.adamw(0.01),
-  "adafactor": lambda first=0: adafactor.Adafactor(
-    decay_rate=0.8,
-    step_offset=first,  # its decay counts global steps
-    logical_factor_rules=adafactor.standard_logical_factor_rules(),
+  "adafactor": lambda: adafactor.Adafactor(
+    decay_rate=0.8, logical_factor_rules=adafactor.standard_logical_factor_rules()
   ),
   "sgd": lambda: optimizers.sgd(1.0),
 }
