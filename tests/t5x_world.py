@@ -112,8 +112,8 @@ def make(rules=None, network="t5", optimizer="adamw", **kwargs):
   return model if rules is None else t5x_adapter.sparse(model, rules)
 
 
-def batch_of(seed=0, size=16, length=8, padded=True):
-  rng = np.random.default_rng(seed)
+def batch_of(seed=0, padded=True):
+  rng, size, length = np.random.default_rng(seed), 16, 8
   targets = rng.integers(3, 380, (size, length)).astype(np.int32)
   if padded:
     targets *= np.arange(length) < rng.integers(2, length + 1, (size, 1))

@@ -52,12 +52,12 @@ def with_zeros(variables, rules):
   return {**variables, "params": params}
 
 
-def written(folder, name, finalized=True, sparse=True):
+def written(folder, name, finalized=True):
   """A checkpoint of a network of images; its variables."""
   variables, rules = images.variables_of(name), images.some_rules(name)
   if finalized:
     variables = with_zeros(variables, rules)
-  save(folder, variables, rules if sparse else None)
+  save(folder, variables, rules)
   return variables
 
 

@@ -1,4 +1,4 @@
-"""gin_files: where files lie, quiet imports, and a configuration that is refused or read."""
+"""gin_files: modules here, quiet imports, and a configuration that is refused or read."""
 
 import logging
 import os

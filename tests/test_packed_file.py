@@ -42,9 +42,9 @@ def arrays_of(dtype=np.float32, any_bits=True):
   return made
 
 
-def written(tmp_path, arrays=None, dtype=None):
+def written(tmp_path, arrays, dtype=None):
   path = tmp_path / "a.safetensors"
-  report = packed_file.write(path, nested(arrays or arrays_of()), RULES, dtype)
+  report = packed_file.write(path, nested(arrays), RULES, dtype)
   return path, report
 
 
