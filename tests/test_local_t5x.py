@@ -1,6 +1,5 @@
 """Either engine opens the other's checkpoints, and says the same of them."""
 
-import dataclasses
 import functools
 import json
 
@@ -68,7 +67,7 @@ def evaluated_by_t5x(model, path, folder):
 @pytest.mark.parametrize("beams", [1, 3])
 def test_t5x_evaluates_a_local_checkpoint_as_a_dense_one(beams, ran, tmp_path):
   """Half of the way, its weights are those of the pattern then: T5X's dense model takes them."""
-  evaluation = dataclasses.replace(EVALUATION, num_decodes=beams)
+  evaluation = functools.partial(EVALUATION, num_decodes=beams)
   assert train.evaluate(model_of(**IDP), evaluation, ran, str(tmp_path / "a")) == 0
   model = make(None, "ours")
   model.predict_batch_with_aux = functools.partial(model.predict_batch_with_aux, num_decodes=beams)

@@ -92,8 +92,9 @@ def restore(model, path, settings=None, rng=None, optimizer=None):
     path=str(path), mode="specific", dtype="float32"
   )
   state, manager = utils.create_checkpoint_manager_and_restore(
-    initializer_of(model, optimizer_def=optimizer), Devices(), settings, str(path), rng
-  )
+    initializer_of(model, optimizer_def=optimizer), Devices(), settings, str(path), rng,
+    use_orbax=True,
+  )  # fmt: skip
   manager.close()
   return state
 
