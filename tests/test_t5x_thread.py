@@ -69,7 +69,7 @@ def predicted(folder, checkpoint):
 def predictions(folder):
   (written,) = (folder / "infer").glob("*.jsonl-00000-of-00001")
   lines = [json.loads(line) for line in written.read_text().splitlines()]
-  assert len(lines) == 32 and "prediction" in lines[0]
+  assert len(lines) == 32 and all("prediction" in line for line in lines)
   return lines
 
 
