@@ -94,4 +94,3 @@ if __name__ == "__main__":
   from reference_arrays import imported
 
   np.savez_compressed(FILE, **make(*imported("torch", "transformers")))
-  print(f"{FILE}: {FILE.stat().st_size:,} bytes")

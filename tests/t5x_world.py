@@ -33,7 +33,6 @@ with warnings.catch_warnings(), jax.numpy_dtype_promotion("standard"):
   from t5x.examples.t5 import network as t5_network
 
   from nm_sparsity_jax.integrations import t5x as t5x_adapter
-  from nm_sparsity_jax.integrations.t5x import measure  # noqa: F401
   from nm_sparsity_jax.models.t5 import network
 
 
@@ -98,10 +97,8 @@ NETWORKS = {
 }
 OPTIMIZERS = {
   "adamw": lambda: optimizers.adamw(0.01),
-  "adafactor": lambda first=0: adafactor.Adafactor(
-    decay_rate=0.8,
-    step_offset=first,  # its decay counts global steps
-    logical_factor_rules=adafactor.standard_logical_factor_rules(),
+  "adafactor": lambda: adafactor.Adafactor(
+    decay_rate=0.8, logical_factor_rules=adafactor.standard_logical_factor_rules()
   ),
   "sgd": lambda: optimizers.sgd(1.0),
 }
@@ -115,8 +112,8 @@ def make(rules=None, network="t5", optimizer="adamw", **kwargs):
   return model if rules is None else t5x_adapter.sparse(model, rules)
 
 
-def batch_of(seed=0, size=16, length=8, padded=True):
-  rng = np.random.default_rng(seed)
+def batch_of(seed=0, padded=True):
+  rng, size, length = np.random.default_rng(seed), 16, 8
   targets = rng.integers(3, 380, (size, length)).astype(np.int32)
   if padded:
     targets *= np.arange(length) < rng.integers(2, length + 1, (size, 1))

@@ -37,7 +37,6 @@ def finalized(shapes, rules, scale=0.3):
     ("a/kernel", (16, 8), "7:8", 0, "280 bytes packed, and 256 with its zeros"),
     ("a/kernel", (512, 8), "1:512", 0, "256 entries at most"),
     ("a/kernel", (16, 8), "1:4", 1, "groups along axis 0"),
-    ("a/embedding", (16, 8), "1:4", 0, "groups along axis 0"),
   ],
 )
 def test_what_is_packed_and_why_not(path, shape, pattern, axis, why):
@@ -50,18 +49,6 @@ def test_what_is_packed_and_why_not(path, shape, pattern, axis, why):
   assert [*packed] == ([] if why else [path])
   assert "no rule" in dense.pop("bias")
   assert why in dense[path] if why else not dense
-
-
-@pytest.mark.parametrize("dtype, size", [(None, 136), ("int8", 72)])
-def test_a_report_says_what_packing_saves(dtype, size):
-  rules = nms.Rules({"a/kernel": one_shot("1:4")})
-  tree = finalized({"a": {"kernel": np.zeros((16, 8)), "bias": np.zeros(8)}}, rules)
-  packed, report = inference_tree.pack_tree(tree, rules, dtype)
-  assert report.packed == {"a/kernel": inference_tree.Kernel("1:4", size, 512)}
-  assert f"in all {size + 32} bytes, and {512 + 32}" in str(report)
-  restored = inference_tree.unpack_tree(packed)
-  np.testing.assert_allclose(restored["a"]["kernel"], tree["a"]["kernel"], atol=dtype and 0.01 or 0)
-  assert restored["a"]["bias"] is tree["a"]["bias"]
 
 
 # --- networks -------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ import safetensors.numpy as library
 from nm_sparsity_jax.deploy import safetensors_file
 from nm_sparsity_jax.deploy.safetensors_file import Opened
 
-DTYPES = ("float32", "bfloat16", "float16", "int8", "uint16", "bool")
+DTYPES = ("float32", "bfloat16", "int8", "bool")
 A = np.arange(6, dtype=np.float32).reshape(2, 3)
 
 

@@ -1,4 +1,4 @@
-"""T5: sizes, remat, mistakes, and the decoding of `start` and `step`.
+"""T5: remat, the decoding of `start` and `step`.
 
 test_t5_t5x.py compares its tree and numbers with those of T5X.
 """
@@ -56,12 +56,6 @@ def assert_close(got, want, tolerance=2e-6):
     np.testing.assert_allclose(got[path], want[path], rtol=0, atol=tolerance * scale, err_msg=path)
 
 
-def test_the_translation_model_has_its_number_of_parameters():
-  """e = 1024 makes vocab * e + 6 * (12 + 16) * e^2; test_huggingface.py has the sizes of T5."""
-  params = shapes_of(Transformer(T5Config.wmt(scan_layers=True)))["params"]
-  assert sum(x.size for x in jax.tree.leaves(params)) / 1e6 == pytest.approx(209.09, rel=1e-3)
-
-
 def test_what_remat_keeps():
   """The backward pass computes some products again under 'minimal', and all under 'full'."""
 
@@ -71,18 +65,6 @@ def test_what_remat_keeps():
     return str(jax.make_jaxpr(jax.grad(loss))(shapes_of(model)["params"])).count("dot_general")
 
   assert products("none") < products("minimal") < products("full")
-
-
-@pytest.mark.parametrize(
-  "call, message",
-  [
-    (lambda: T5Config.t5_1_1("huge"), "'huge'.*xxl"),
-    (lambda: shapes_of(make(remat_policy="some")), "'some'.*minimal"),
-  ],
-)
-def test_mistakes_are_named(call, message):
-  with pytest.raises(ValueError, match=message):
-    call()
 
 
 # --- decoding: the numbers of T5X's cache, and no other work --------------------------------------
@@ -147,12 +129,11 @@ def test_a_step_multiplies_each_weight_once_a_row():
   assert cost.flops == 2 * rows * (3 * (layer + attention) + cfg.emb_dim * cfg.vocab_size)
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-def test_a_gathered_embedding_has_the_bits_of_a_product(dtype):
-  embed = layers.Embed(T5Config(24, emb_dim=16, dtype=dtype))
+def test_a_gathered_embedding_has_the_bits_of_a_product():
+  embed = layers.Embed(T5Config(24, emb_dim=16, dtype=jnp.bfloat16))
   ids = jnp.array([[0, 23, 7], [24, 1000, 5]])  # two have no row
   table = {"params": {"embedding": jax.random.normal(jax.random.key(0), (24, 16))}}
   got, want = embed.apply(table, ids, gather=True), embed.apply(table, ids)
-  assert got.dtype == dtype
+  assert got.dtype == jnp.bfloat16
   np.testing.assert_array_equal(got, want)
   assert not np.any(got[1, :2])

@@ -239,7 +239,6 @@ resume = functools.partial(start, is_resuming=True)
   "read, checkpoint, wanted, words",
   [
     (t5x_adapter.require_sparse, ADAM, SPARSE, "is dense"),
-    (resume, ADAM, SPARSE, "is dense"),
     # T5X would drop what is too much, and begin what is too little.
     (resume, SPARSE, MOMENTUM, "another optimizer.*0/nu/w"),
     (resume, MOMENTUM, SPARSE, "another optimizer.*0/nu/w"),

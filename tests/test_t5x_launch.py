@@ -55,8 +55,6 @@ def test_three_flags_make_a_launch_of_t5x_sparse_and_it_goes_on_where_it_began(l
   (timeline,) = report["schedule"]
   assert timeline["pattern"] == "1:4"
   assert [s["global_start"] for s in timeline["segments"]] == [6, 8]
-  code, report = launch(**where, **SPARSE, PRETRAINED_STEPS=7)
-  assert code == 1 and has(report["errors"], "PRETRAINED_STEPS=7", "global step 6")
   # Its checkpoints know PRETRAINED_STEPS, also where the first one is gone.
   phases = {name + "_STEPS": None for name in ("DENSE", "FINETUNE")}
   sparse(tmp_path / "run/checkpoint_10", **SPARSE | phases, SPARSITY_RULES={"ff": None})
@@ -69,21 +67,7 @@ def test_evaluation_reads_the_rules_from_the_checkpoint(launch, tmp_path):
   where = dict(CHECKPOINT_PATH=sparse(tmp_path / "run/checkpoint_10"), EVAL_OUTPUT_DIR="out")
   code, report = launch("eval", **where, PATTERN="1:8")
   assert code and has(report["errors"], "PATTERN='1:8'", "leave PATTERN out")
-  code, report = launch("eval", **where, **TRAINED, PRETRAINED_STEPS=6)
-  assert not code, report["errors"]
   code, report = launch("eval", **where)
   assert not code, report["errors"]
   assert report["restore"]["sparse_step"] == 4
   assert [part["segments"][0]["global_start"] for part in report["schedule"]] == [6] * 2
-
-
-def test_a_run_that_goes_on_evaluates_first(t5x, tmp_path, monkeypatch):
-  """T5X saves before it evaluates, so a process that ended in between left a hole in the curves."""
-  from nm_sparsity_jax.integrations import t5x as t5x_adapter
-
-  owes = t5x_adapter.owes_evaluation
-  assert not owes(str(tmp_path)) and not owes(None)  # new runs
-  dense(tmp_path / "checkpoint_8")
-  assert owes(str(tmp_path))
-  monkeypatch.chdir(tmp_path)
-  assert t5x_adapter.absolute("checkpoint_8") == str(tmp_path / "checkpoint_8")

@@ -65,8 +65,7 @@ def test_every_third_step_is_measured_and_written_under_its_own_step(tmp_path):
   got = {name: value for (i, name), value in found.items() if i == 6}
   before, after = seen[5]
   want = jax.jit(functools.partial(expected, run._model))(before, t.batch_of(5), after)
-  # The kernels of two rules have one pattern each.
-  assert got["nm/m/decoder/cross/o"] == 8 and got["nm/flip_rate/all"] > 0
+  assert got["nm/flip_rate/all"] > 0
   assert sorted(got) == sorted(want)
   for name in want:
     np.testing.assert_allclose(got[name], float(want[name]), rtol=2e-4, atol=1e-30, err_msg=name)

@@ -37,8 +37,8 @@ def images(net, n=2):
 
 
 @functools.cache
-def shapes_of(net):
-  return jax.eval_shape(net.init, jax.random.key(0), images(net))
+def shapes_of(net, dtype=jnp.float32):
+  return jax.eval_shape(net.init, jax.random.key(0), images(net).astype(dtype))
 
 
 def drawn(shapes, seed=0):
@@ -93,20 +93,6 @@ def test_a_token_without_a_direction_has_a_finite_gradient():
   assert not y.any() and jnp.isfinite(back(jnp.ones_like(y))[0]).all()
 
 
-def initialized(*shape, dtype=jnp.float32):
-  jax.eval_shape(network("vit_test").init, jax.random.key(0), jnp.ones((2, *shape), dtype))
-
-
-@pytest.mark.parametrize(
-  "make, words",
-  [
-    (lambda: vit.config("vit_c16"), "'vit_c16'.*vit_b16"),
-    (lambda: vit.config("vit_b16", image_size=225), "patch must divide"),
-    (lambda: swin.config("swinv2_b_w8", image_size=224), "windows must fill"),
-    (lambda: initialized(16, 16, 1), r"\[batch, 16, 16, 3\]"),
-    (lambda: initialized(16, 16, 3, dtype=jnp.uint8), "uint8"),
-  ],
-)
-def test_a_config_or_image_that_does_not_fit_is_refused(make, words):
-  with pytest.raises(ValueError, match=words):
-    make()
+def test_an_image_of_integers_is_refused():
+  with pytest.raises(ValueError, match="uint8"):
+    shapes_of(network("vit_test"), jnp.uint8)
