@@ -14,6 +14,7 @@ import sweep_stub
 
 from nm_sparsity_jax import cli
 from nm_sparsity_jax.analysis import sweep
+from nm_sparsity_jax.cli.quickstart import FILES
 from nm_sparsity_jax.runs import settings as run_settings
 from nm_sparsity_jax.trainer.workloads import t5
 
@@ -94,25 +95,15 @@ def test_the_grid_seed_by_seed_dense_once_a_seed(here):
   assert start.items() <= run.start.macros.items()
   words = grid.command(run)
   assert words[:2] == ["train", "--import=mine"] and '--gin.PATTERN="1:8"' in words
-  # Without [start] and a baseline; a dense run is dense whatever the gin files say.
-  pathlib.Path("mine.gin").write_text("BETA = 0.25\n")
-  text = FILE.partition("[start]")[0].replace('"sr_ste", "idp"', '"mdgf_linear"')
-  alone = sweep.read(write(text.replace('baseline = "sr_ste"', "")))
-  assert alone.baseline == "dense" and alone.runs[0].name == "dense-seed0"
-  assert alone.runs[0].start is None
 
 
 @pytest.mark.parametrize(
   "old, new, word",
   [
-    ("seeds =", "seedz =", "seedz"),
     ("[0, 3]", "[true]", "SEED"),
-    ('["1:4", "1:8"]', "[]", "patterns"),
-    ('baseline = "sr_ste"', 'baseline = "snip"', "baseline"),
     ("[macros]", "[macros]\nINITIAL_CHECKPOINT_PATH = 'x'", "INITIAL_CHECKPOINT_PATH: set"),
     # What gin, the rules and the run say.
     ('"idp"]', '"idb"]', "idb-1_4-seed0: .*no recipe 'idb'"),
-    ("[macros]", "[macros]\nBATCHSIZE = 9", "BATCHSIZE"),
     ("[macros]", "[macros]\nSPARSITY_RULES = {ff = '1:2'}", "SPARSITY_RULES"),
   ],
 )  # fmt: skip
@@ -126,17 +117,10 @@ def test_a_mistake_is_one_line_that_names_the_file(old, new, word, here, capsys)
 def test_the_files_of_examples_and_documentation_are_right(here):
   example = sweep.read(str(ROOT / "examples/sweep_mini_glue.toml"))
   assert len(example.runs) == 3 * (1 + 1 + 8 * 2)
+  assert {run.pattern for run in sweep.read(FILES["rebus"]).runs} == {None, "1:16"}
   (block,) = re.findall(r"```toml\n(.*?)```", (ROOT / "docs/sweep.md").read_text(), re.DOTALL)
   steps = {run.name: run.steps for run in sweep.read(write(block)).runs}
   assert (steps["start-seed2"], steps["mdgf_straight-1_32-seed2"]) == (1500, 400)
-
-
-def test_the_task_is_looked_up_before_anything_starts(here, monkeypatch, capsys):
-  pytest.importorskip("seqio", reason="runs need seqio: pip install -e '.[local]'")
-  monkeypatch.undo()
-  os.chdir(here)
-  code, _, error = call(SMALL.replace("[macros]", "[macros]\nVOCAB_SIZE = 128"), capsys)
-  assert code == 1 and "VOCAB_SIZE=384" in error and not pathlib.Path("out").exists()
 
 
 # --- runs -----------------------------------------------------------------------------------------
@@ -179,12 +163,8 @@ def test_a_changed_file_is_refused_where_runs_are_there(here, monkeypatch):
   (folder / "checkpoint_3/state").mkdir(parents=True)
   (folder / "checkpoint_3/state/_METADATA").touch()
   run_settings.write(folder, settings[folder.name])
-  for old, new, word in (
-    ("SPARSE_STEPS = 4", "SPARSE_STEPS = 5", "sparse_steps was 4, and is 5"),
-    ("SPARSE_STEPS = 2", "SPARSE_STEPS = 3", "initial_checkpoint"),
-  ):
-    with pytest.raises(ValueError, match=f"{folder.name}.*{word}"):
-      sweep.read(write(SMALL.replace(old, new)))
+  with pytest.raises(ValueError, match=f"{folder.name}.*sparse_steps was 4, and is 5"):
+    sweep.read(write(SMALL.replace("SPARSE_STEPS = 4", "SPARSE_STEPS = 5")))
   # When things are looked at is free.
   sweep.read(write(SMALL.replace("[macros]", "[macros]\nEVAL_PERIOD = 1")))
 
