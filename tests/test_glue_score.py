@@ -102,32 +102,6 @@ def test_the_step_that_counts_agrees_with_its_definition(values):
     assert measure.at(run, checkpoint) == ((step, sound[step]) if step in sound else None)
 
 
-# The mask of SR-STE is hard from its first sparse step on; the last of three levels comes later.
-@pytest.mark.parametrize("row, first", [(SR_STE, 1_010_000), (STEPWISE, 1_063_333)])
-def test_denser_steps_are_never_the_best(row, first, write):
-  dense, metrics = metrics_of(DENSE, first - 1), metrics_of(row, first)
-  both = {task: series | dense[task] for task, series in metrics.items()}
-  run = write(row, both, PRETRAINED_STEPS=1_000_000)
-  best, early = row_of(run)["columns"], row_of(run, first - 1)["columns"]
-  assert {column["step"] for column in best.values()} == {first, None}
-  assert best["overall"]["published"] == row["overall"]
-  assert {column["published"] for column in early.values()} == {None}
-
-
-@pytest.mark.parametrize(
-  "macro, start",
-  [
-    ("PRETRAINED_STEPS = 7", 7),
-    ("INITIAL_CHECKPOINT_PATH = '/a/checkpoint_300'", 300),
-    ("BATCH_SIZE = 8", None),
-  ],
-)
-def test_where_a_run_starts(macro, start, tmp_path):
-  (tmp_path / "config.gin").write_text(macro)
-  run = run_folder.Run(tmp_path)
-  assert run.start == start and run.target is None  # other settings are not known
-
-
 def test_a_partial_run_has_no_overall(write):
   metrics = metrics_of(SR_STE, 10, 20)
   del metrics["qqp"], metrics["mrpc"][20]["f1"]

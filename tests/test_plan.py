@@ -197,11 +197,6 @@ def test_a_checkpoint_fits_or_does_not(run, tmp_path):
   _, report = run(f"--checkpoint={path}", **SETTINGS, raw=[f"{OURS}.mlp_dim = 64"])
   (error,) = report["errors"]
   assert "12 of another shape" in error and "(32, 48) there and (32, 64) here" in error
-  del tree["target"]["encoder"]["layers_0"]["mlp"]["wi_1"]
-  path = write_orbax(tmp_path / "checkpoint_7", tree)
-  _, report = run(f"--checkpoint={path}", **SETTINGS)
-  (error,) = report["errors"]
-  assert "1 of 57 missing (target/encoder/layers_0/mlp/wi_1/kernel)" in error
 
 
 # --- with T5X -----------------------------------------------------------------------------------
@@ -294,9 +289,6 @@ def test_a_model_dir_with_checkpoints_is_resumed_or_refused(run_t5x, start, tmp_
   assert all(not s["initialise"] + s["drop"] for s in report["restore"]["sections"].values())
   _, report = run_t5x(**macros | {"PATTERN": "2:4"})
   assert has(report["errors"], "sr_ste 1:4", "sr_ste 2:4")
-  _, report = run_t5x(**macros, raw=["OPTIMIZER = @adafactor.Adafactor()"])
-  (error,) = report["errors"]
-  assert "another optimizer" in error
 
 
 @pytest.mark.t5x

@@ -9,7 +9,6 @@ import tasks_found
 from test_plan import FINETUNE, ROOT, TINY, run, start, t5x  # noqa: F401  (fixtures)
 
 from nm_sparsity_jax.analysis import plan, topology
-from nm_sparsity_jax.analysis.plan import chips
 
 LOCAL = ("local_tiny.gin", "gin_configs/runs/local_adamw.gin", "gin_configs/runs/local_train.gin")
 RULES = dict(
@@ -54,17 +53,3 @@ def test_the_step_of_a_run_of_t5x(compiled_for, start):  # noqa: F811
   part = report["topology"]
   assert part["chips"] == 4 and part["over_dense"]["flops"] < 2
   assert part["sparse"]["collectives"] == part["dense"]["collectives"]
-
-
-def test_a_step_that_does_not_fit_is_an_error(compiled_for, monkeypatch):
-  class TooLarge:
-    def compile(self):
-      raise jax.errors.JaxRuntimeError(
-        "RESOURCE_EXHAUSTED: Ran out of memory on HBM, the total memory required for HLO "
-        "temporaries (21.76G) exceeds available HBM (15.75G)."
-      )
-
-  monkeypatch.setattr(chips, "_local", lambda *_: TooLarge())
-  _, report = compiled_for("made8", RECIPE="sr_ste")
-  (error,) = report["errors"]
-  assert "the dense train step needs 21.76GiB" in error and "15.75GiB" in error

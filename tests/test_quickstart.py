@@ -50,7 +50,6 @@ def test_all_of_it_is_proven_and_convincing(task, tmp_path, monkeypatch):
   done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, check=False)
   assert not done.returncode, done.stdout + done.stderr
   assert done.stdout.count("\nok\n") == 3
-  assert [*tmp_path.glob("*/curves.html")] and [*tmp_path.glob("*/report.html")]
   if task == "rebus":
     return  # benchmarks/results/recipes_rebus.jsonl has its scores
   monkeypatch.chdir(tmp_path)
