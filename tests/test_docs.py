@@ -28,16 +28,9 @@ from nm_sparsity_jax import cli
 from nm_sparsity_jax.cli import _local, bench
 from nm_sparsity_jax.integrations import gin_files
 from nm_sparsity_jax.recipes import RECIPES, registry
-from nm_sparsity_jax.runs import glue
 
 ROOT = pages.ROOT
 BLOCKS = pages.blocks()
-# gin blocks that are a file by their first line: name -> text
-GIN_FILES = {
-  found[1]: block.code
-  for block in BLOCKS
-  if block.language == "gin" and (found := re.match(r"# (\w+\.gin)\n", block.code))
-}
 RUNS = [b for b in BLOCKS if b.language == "sh" and "--gin_file=" in b.code]
 SETUP = (ROOT / "setup.py").read_text("utf-8")
 EXTRAS = re.findall(r'"([\w-]+)":', SETUP.partition("extras_require={")[2].partition("}")[0])
@@ -74,21 +67,12 @@ def execute(code, names=None):
 # --- blocks of python and gin -------------------------------------------------------------------
 
 
-def finished_runs(folder):
-  """Runs that docs/report.md and docs/glue.md name."""
-  for name in ("mdgf", "stepwise", "sr_ste"):
-    test_report.write(folder / "runs" / name, tasks=[f"nm_glue_{c.name}" for c in glue.COLUMNS])
-    for column in glue.COLUMNS:
-      line = json.dumps({"step": 1100, **dict.fromkeys(column.metrics, 50.0)})
-      file = folder / f"runs/{name}/inference_eval/nm_glue_{column.name}-metrics.jsonl"
-      file.write_text(f"{line}\n")
-
-
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
   """The current folder, with the runs and the sweep that pages name."""
   monkeypatch.chdir(tmp_path)
-  finished_runs(tmp_path)
+  for name in ("mdgf", "stepwise", "sr_ste"):
+    test_report.write(tmp_path / "runs" / name)
   (sweep,) = [b.code for b in BLOCKS if b.page == "docs/sweep.md" and b.language == "toml"]
   (tmp_path / "sweep.toml").write_text(sweep)
   before = dict(RECIPES)
@@ -134,7 +118,7 @@ def test_a_run_that_lost_its_last_checkpoints_ends_with_the_same_bits(tmp_path, 
 @of("gin")
 def test_gin_is_read(block, tmp_path):
   pytest.importorskip("gin")
-  if reason := t5x_found.why_not() if "t5x." in block.code else tasks_found.why_not():
+  if reason := tasks_found.why_not():
     pytest.skip(reason)
   (tmp_path / "block.gin").write_text(block.code)
   with as_a_user():
@@ -205,7 +189,7 @@ def test_sh_is_parsed_by_its_programs(block, arrived):
     check(program, argv)
     for file in re.findall(r"--gin_file=(\S+)", " ".join(argv)):
       found = [ROOT / file, (ROOT / block.page).parent / file]
-      is_here = file in GIN_FILES or any(path.is_file() for path in found)
+      is_here = any(path.is_file() for path in found)
       assert is_here or file.startswith("t5x/"), file  # T5X's own: the plans below read them
 
 
@@ -216,8 +200,6 @@ def test_runs_of_t5x_are_planned(block, arrived, tmp_path, capsys, monkeypatch):
     pytest.skip(reason)
   monkeypatch.chdir(tmp_path)
   monkeypatch.syspath_prepend(str(tmp_path))
-  for name, code in GIN_FILES.items():
-    (tmp_path / name).write_text(code)
   (tmp_path / "my_tasks.py").touch()
   for _, _, program, *argv in arrived(block):
     # A bucket is a folder that is not there, and `...` is what the reader fills in.
@@ -336,6 +318,4 @@ def test_the_notebook_runs_and_its_outputs_are_true(monkeypatch, capsys):
         printed = "".join(t for out in cell["outputs"] for t in out.get("text", ()))
         said = capsys.readouterr().out
         assert without_decimals(said) == without_decimals(printed)
-        losses = [float(x) for x in re.findall(r"loss (\d\.\d+)$", said, re.MULTILINE)]
-        assert all(loss < 0.1 for loss in losses)
   assert len(drawn) == 3

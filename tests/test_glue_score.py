@@ -74,13 +74,10 @@ def test_the_scores_of_a_published_run_are_those_of_the_paper(row, write):
 @pytest.mark.parametrize(
   "change, row, remark",
   [
-    (dict(SPARSITY_RULES={"ff": None}, PATTERN=" 1:4"), STEPWISE["row"], "published: Table 12"),
-    (dict(SPARSITY_RULES={"ff": "1:16"}), None, "no row for sdgf_stepwise 1:16 ff"),
     (dict(DENSE_STEPS=0), None, "with 0 dense steps"),
     (dict(DENSE_STEPS=100, SPARSE_STEPS=1000, FINETUNE_STEPS=0), STEPWISE["row"], "100 of 1000"),
     (dict(T5_SIZE="small"), STEPWISE["row"], "is of T5 base, not small"),
     (dict(RECIPE="snip", SPARSITY_RULES={"ff": "1:32"}), "SNIP", "published: Table 7"),
-    (dict(SPARSITY_RULES="%OTHER"), None, "SPARSITY_RULES"),
   ],
 )
 def test_which_published_row(change, row, remark, write):
@@ -105,34 +102,6 @@ def test_the_step_that_counts_agrees_with_its_definition(values):
     assert measure.at(run, checkpoint) == ((step, sound[step]) if step in sound else None)
 
 
-# The mask of SR-STE is hard from its first sparse step on; the last of three levels comes later.
-@pytest.mark.parametrize("row, first", [(SR_STE, 1_010_000), (STEPWISE, 1_063_333)])
-def test_denser_steps_are_never_the_best(row, first, write):
-  dense, metrics = metrics_of(DENSE, first - 1), metrics_of(row, first)
-  both = {task: series | dense[task] for task, series in metrics.items()}
-  run = write(row, both, PRETRAINED_STEPS=1_000_000)
-  best, early = row_of(run)["columns"], row_of(run, first - 1)["columns"]
-  assert {column["step"] for column in best.values()} == {first, None}
-  assert best["overall"]["published"] == row["overall"]
-  assert {column["published"] for column in early.values()} == {None}
-
-
-@pytest.mark.parametrize(
-  "macro, start",
-  [
-    ("PRETRAINED_STEPS = 7", 7),
-    ("INITIAL_CHECKPOINT_PATH = '/a/checkpoint_300'", 300),
-    ("INITIAL_CHECKPOINT_PATH = '/a/run'", None),
-    ("INITIAL_CHECKPOINT_PATH = None", 0),
-    ("BATCH_SIZE = 8", None),
-  ],
-)
-def test_where_a_run_starts(macro, start, tmp_path):
-  (tmp_path / "config.gin").write_text(macro)
-  run = run_folder.Run(tmp_path)
-  assert run.start == start and run.target is None  # other settings are not known
-
-
 def test_a_partial_run_has_no_overall(write):
   metrics = metrics_of(SR_STE, 10, 20)
   del metrics["qqp"], metrics["mrpc"][20]["f1"]
@@ -151,7 +120,6 @@ def test_a_partial_run_has_no_overall(write):
 @pytest.mark.parametrize(
   "name, text, word",
   [
-    ("nothing", "", "inference_eval"),
     ("inference_eval/nm_glue_rte-metrics.jsonl", '{"step": 1}\n[]\n', "line 2"),
     ("inference_eval/nm_glue_rte-metrics.jsonl", '{"accuracy": 5}\n', "step"),
   ],

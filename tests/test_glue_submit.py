@@ -86,17 +86,13 @@ def test_files_and_answers_are_the_official_ones_and_matching_is_exact(name):
     assert submission.cell(task, wrong) is None
 
 
-def test_all_eleven_files(folder, call, tmp_path):
+def test_all_eleven_files(folder, call):
   _, target = call(folder)
   with zipfile.ZipFile(target) as archive:
     assert sorted(archive.namelist()) == sorted(OFFICIAL)
     for name, (_, words) in OFFICIAL.items():
       lines = [f"{i}\t{[*words.values()][i % len(words)]}\n" for i in range(5)]
       assert archive.read(name).decode() == "".join(["index\tprediction\n", *lines])
-  # The same predictions make the same bytes, whatever the order of the files.
-  tables, *_ = submission.make(sorted(folder.iterdir(), reverse=True))
-  submission.write(tmp_path / "other.zip", tables)
-  assert (tmp_path / "other.zip").read_bytes() == target.read_bytes()
 
 
 @EVERY
@@ -131,8 +127,6 @@ def test_missing_and_repeated_rows_stop_it_even_with_fill(indices, folder, call)
   "line, word",
   [
     ('{"inputs": {}, "prediction": "x"}', "idx"),
-    ('{"inputs": {"idx": 1}}', "prediction"),
-    ('{"inputs": {"idx": 1', "line 1"),
     ('{"inputs": {"idx": NaN}, "prediction": "x"}', "NaN"),
     # QNLI's validation set has as many rows as its test set.
     ('{"inputs": {"idx": 1, "targets_pretokenized": "x"}, "prediction": "x"}', "not a test set"),
@@ -144,9 +138,8 @@ def test_a_broken_line_is_one_line_of_error(line, word, tmp_path, call):
   assert word in error and not target.exists()
 
 
-@pytest.mark.parametrize("name", ["weird.jsonl", "nm_glue_mini_rte-predict.jsonl"])
-def test_what_is_no_prediction_of_glue_is_refused(name, tmp_path, call):
-  (tmp_path / name).write_text("")
+def test_what_is_no_prediction_of_glue_is_refused(tmp_path, call):
+  (tmp_path / "nm_glue_mini_rte-predict.jsonl").write_text("")
   assert "no prediction files" in call(tmp_path, code=1)[0]
 
 

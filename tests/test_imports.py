@@ -7,8 +7,6 @@ import subprocess
 import sys
 import textwrap
 
-import pytest
-
 import nm_sparsity_jax
 
 HEAVY = ("tensorflow", "tensorflow_text", "seqio", "t5x", "t5", "tensorflow_datasets")
@@ -63,11 +61,3 @@ def test_type_checkers_see_the_same_names():
   home = {name: f"nm_sparsity_jax.{dotted}" for name, dotted in nm_sparsity_jax._HOME.items()}
   assert found == home
   assert set(nm_sparsity_jax.__all__) == {"__version__", *home}
-
-
-def test_names_are_there_and_listed():
-  for name in nm_sparsity_jax.__all__:
-    assert getattr(nm_sparsity_jax, name) is not None
-  assert dir(nm_sparsity_jax) == sorted(nm_sparsity_jax.__all__)
-  with pytest.raises(AttributeError, match="has no attribute 'recipee'"):
-    nm_sparsity_jax.recipee  # noqa: B018

@@ -5,7 +5,7 @@ import json
 import re
 
 import pytest
-from test_gin import ROOT, config
+from test_gin import config
 
 from nm_sparsity_jax import cli
 from nm_sparsity_jax.analysis import plan, run_folder
@@ -86,22 +86,6 @@ def test_a_row_is_planned_and_its_run_is_matched_with_it(row, tmp_path, shapes):
     assert found and found[score] == row.published[score]
 
 
-BEFORE = {
-  "images": ["local_images", "local_images_adamw"],
-  "glue": ["t5x_adamw", "t5x_finetune"],
-  "wmt": ["t5x_adamw", "t5x_wmt"],
-}
-
-
-@pytest.mark.parametrize("table", paper.rows())
-def test_the_header_of_a_table_has_its_command(table):
-  kind = "images" if table in IMAGES else "glue" if table in GLUE else "wmt"
-  header = (ROOT / file_of(table)).read_text().partition("from __gin__")[0]
-  files = [*(f"gin_configs/runs/{run}.gin" for run in BEFORE[kind]), file_of(table)]
-  assert re.findall(r"--gin_file=(\S+)", header) == files
-  assert paper.find(table, re.search(r"--gin.ROW=\"'(.*?)'\"", header)[1])
-
-
 # What the paper gives, or what we chose: BATCH_SIZE, LEARNING_RATE, WARMUP_STEPS; the network.
 GIVEN = {
   "table12": ((128, 0.001, 1000), {"emb_dim": 768, "mlp_dim": 2048, "num_encoder_layers": 12}),
@@ -134,8 +118,6 @@ def test_what_a_row_sets_can_be_overridden():
   ):  # fmt: skip
     with config([file_of("table9")], [row, *changes]) as c:
       assert rules_text.describe(c.value("RULES")) == said
-  with config([file_of("table4"), file_of("t5_1_0")], ["ROW = 'dense'"]) as c:
-    assert c.value("PRETRAINED_STEPS") == 999_900 and c.value("NETWORK").config.mlp_dim == 3072
 
 
 def test_rows_are_listed_and_searched(capsys):

@@ -7,14 +7,12 @@ import shlex
 import sys
 import warnings
 
-import hypothesis
 import jax
 import numpy as np
 import pytest
 import t5x_found
 import tasks_found
 from checkpoint_files import t5x_dense, t5x_sparse, write_orbax, zeros_of
-from hypothesis import strategies as st
 
 import nm_sparsity_jax as nms
 from nm_sparsity_jax import cli
@@ -86,9 +84,6 @@ def test_a_schedule_for_each_length_of_axis(run):
   assert "mlp/wi_{0,1}/kernel" in report["kernels"] and "do not divide 768" in report["kernels"]
   levels = {s["axis_sizes"][0]: s["segments"][0]["pattern"] for s in report["schedule"]}
   assert levels == {768: "8:256", 1024: "16:512"}
-  scan = [f"{OURS}.mlp_dim = 50", f"{OURS}.scan_layers = True"]
-  _, report = run(raw=scan, **SETTINGS, INDIVISIBLE="skip")
-  assert "(32, 3, 50)" in report["kernels"] and "skipped  decoder/decoder" in report["kernels"]
 
 
 def test_schedule_and_cost(run):
@@ -163,27 +158,14 @@ def test_each_part_notes_its_error(run):
 @pytest.mark.parametrize(
   "changes, words",
   [
-    (dict(SPARSITY_RULES={"nope": None}), ["nope"]),
     (dict(PATERN="1:8"), ["PATERN", "did you mean PATTERN?"]),
-    (dict(files=["gin_configs/models/t5.gin", "gin_configs/sparsity.gin"]), ["T5_SIZE is not set"]),
     (dict(files=LOCAL, MICROBATCHES=7, **TASK), ["7 microbatches"]),
-    (dict(files=LOCAL, **TASK), ["VOCAB_SIZE=256"]),
   ],
 )
 def test_a_wrong_setting_is_named(run, changes, words):
   _, report = run(**SETTINGS | changes)
   assert len(report["errors"]) < 3 and has(report["errors"], *words), report["errors"]
   assert not has(report["errors"], "In call to configurable")
-
-
-def test_a_plan_of_an_evaluation(run):
-  pytest.importorskip("seqio", reason="the local runner needs seqio: pip install -e '.[local]'")
-  macros = SETTINGS | TASK | {"CHECKPOINT_PATH": "nowhere", "EVAL_OUTPUT_DIR": "found"}
-  del macros["MODEL_DIR"]
-  files, raw = ("model.gin", "gin_configs/runs/local_eval.gin"), [f"{OURS}.vocab_size = 384"]
-  _, report = run(files=files, raw=raw, **macros)
-  assert report["errors"] == ["there is no checkpoint 'nowhere'"]
-  assert report["cost"]["training"] is None and "loss" not in report
 
 
 # T5X's own model.
@@ -201,28 +183,6 @@ models.EncoderDecoderModel:
   output_vocabulary = %VOCABULARY
   optimizer_def = %OPTIMIZER
 """
-FILES = [
-  "model.gin", "gin_configs/sparsity.gin", "gin_configs/models/t5.gin", "no.gin",
-  *(f"gin_configs/runs/local_{x}.gin" for x in ("adamw", "train", "eval", "workload")),
-]  # fmt: skip
-OVERRIDES = [
-  "RECIPE = 'sr_ste'", "RECIPE = 3", "T5_SIZE = 'tiny'", "PATTERN = '1:4'", "PATTERN = 4",
-  "SPARSE_STEPS = 100", "SPARSE_STEPS = 'x'", "SPARSITY_RULES = {'ff': 1}", "BATCH_SIZE = 0",
-  "TASK_FEATURE_LENGTHS = 512", "MODEL_DIR = 5", "NETWORK = 3", "MODEL = None", "RULES = None",
-  "INITIAL_CHECKPOINT_PATH = '/nowhere'", "LEARNING_RATE = 'high'", "X.y = 1",
-]  # fmt: skip
-
-
-def some(choices):
-  return st.lists(st.sampled_from(choices), unique=True, max_size=5)
-
-
-@hypothesis.given(files=some(FILES), overrides=some(OVERRIDES))
-def test_no_files_and_overrides_raise(tmp_path_factory, files, overrides):
-  folder = tmp_path_factory.mktemp("gin")
-  (folder / "model.gin").write_text(MODEL)
-  report = plan.plan(files, overrides, [folder, ROOT, ROOT / "tests"])
-  assert report["ok"] == (not report["errors"]) and plan.render(report)
 
 
 def test_a_checkpoint_fits_or_does_not(run, tmp_path):
@@ -236,11 +196,6 @@ def test_a_checkpoint_fits_or_does_not(run, tmp_path):
   _, report = run(f"--checkpoint={path}", **SETTINGS, raw=[f"{OURS}.mlp_dim = 64"])
   (error,) = report["errors"]
   assert "12 of another shape" in error and "(32, 48) there and (32, 64) here" in error
-  del tree["target"]["encoder"]["layers_0"]["mlp"]["wi_1"]
-  path = write_orbax(tmp_path / "checkpoint_7", tree)
-  _, report = run(f"--checkpoint={path}", **SETTINGS)
-  (error,) = report["errors"]
-  assert "1 of 57 missing (target/encoder/layers_0/mlp/wi_1/kernel)" in error
 
 
 # --- with T5X -----------------------------------------------------------------------------------
@@ -309,7 +264,6 @@ def test_a_fine_tune_from_a_dense_checkpoint(run_t5x, start):
 @pytest.mark.parametrize(
   "changes, words",
   [
-    (dict(PRETRAINED_STEPS=7), ["PRETRAINED_STEPS=7", "global step 6"]),
     (dict(TRAIN_STEPS_RELATIVE=5), ["TRAIN_STEPS_RELATIVE"]),
     (dict(MIXTURE_OR_TASK_NAME="nope"), ["'nope'"]),
     (dict(raw=["utils.RestoreCheckpointConfig.dtype = 'bfloat16'"]), ["bfloat16"]),
@@ -334,9 +288,6 @@ def test_a_model_dir_with_checkpoints_is_resumed_or_refused(run_t5x, start, tmp_
   assert all(not s["initialise"] + s["drop"] for s in report["restore"]["sections"].values())
   _, report = run_t5x(**macros | {"PATTERN": "2:4"})
   assert has(report["errors"], "sr_ste 1:4", "sr_ste 2:4")
-  _, report = run_t5x(**macros, raw=["OPTIMIZER = @adafactor.Adafactor()"])
-  (error,) = report["errors"]
-  assert "another optimizer" in error
 
 
 @pytest.mark.t5x
@@ -368,7 +319,7 @@ def tasks():
 
 
 @pytest.mark.t5x
-def test_splits_files_and_vocabulary_of_a_task(run_t5x, start, tasks, tmp_path):
+def test_splits_and_files_of_a_task(run_t5x, start, tasks, tmp_path):
   import seqio
 
   def of_data(name, **more):
@@ -378,16 +329,8 @@ def test_splits_files_and_vocabulary_of_a_task(run_t5x, start, tasks, tmp_path):
 
   (said,) = of_data("nm_glue_mini_mnli")
   assert "no split 'validation'" in said and "evaluated" in said
-  (said,) = of_data("nm_glue_mini_ax")
-  assert "no split 'train'" in said
-  folder, raw = tmp_path / "glue/RTE", ["t5x.examples.t5.network.T5Config.vocab_size = 256"]
-  tasks.register_glue(vocabulary=seqio.ByteVocabulary(), data_dir=str(folder.parent))
+  tasks.register_glue(vocabulary=seqio.ByteVocabulary(), data_dir=str(tmp_path))
   (said,) = of_data("nm_glue_rte")
   assert "RTE/train.tsv" in said
-  folder.mkdir(parents=True)
-  for name in ("train", "dev"):
-    (folder / f"{name}.tsv").touch()  # what is in it is not looked at
-  (said,) = of_data("nm_glue_rte", raw=raw)
-  assert "259 ids" in said and "VOCAB_SIZE=384" in said
   tasks.register_glue()  # T5's own lies in a bucket, which is not asked
-  assert of_data("nm_glue_cola", USE_CACHED_TASKS=True, raw=raw) == []
+  assert of_data("nm_glue_cola", USE_CACHED_TASKS=True) == []

@@ -1,4 +1,4 @@
-"""`plan --topology`: a run's train step compiled for chips, dense and sparse; libtpu's refusals.
+"""`plan --topology`: a run's train step compiled for chips, dense and sparse.
 
 Where no libtpu is, virtual processors stand for the chips: the programs are the run's own.
 """
@@ -9,8 +9,6 @@ import tasks_found
 from test_plan import FINETUNE, ROOT, TINY, run, start, t5x  # noqa: F401  (fixtures)
 
 from nm_sparsity_jax.analysis import plan, topology
-from nm_sparsity_jax.analysis.plan import chips
-from nm_sparsity_jax.core import installed
 
 LOCAL = ("local_tiny.gin", "gin_configs/runs/local_adamw.gin", "gin_configs/runs/local_train.gin")
 RULES = dict(
@@ -55,36 +53,3 @@ def test_the_step_of_a_run_of_t5x(compiled_for, start):  # noqa: F811
   part = report["topology"]
   assert part["chips"] == 4 and part["over_dense"]["flops"] < 2
   assert part["sparse"]["collectives"] == part["dense"]["collectives"]
-
-
-def test_a_step_that_does_not_fit_is_an_error(compiled_for, monkeypatch):
-  class TooLarge:
-    def compile(self):
-      raise jax.errors.JaxRuntimeError(
-        "RESOURCE_EXHAUSTED: Ran out of memory on HBM, the total memory required for HLO "
-        "temporaries (21.76G) exceeds available HBM (15.75G)."
-      )
-
-  monkeypatch.setattr(chips, "_local", lambda *_: TooLarge())
-  _, report = compiled_for("made8", RECIPE="sr_ste")
-  (error,) = report["errors"]
-  assert "the dense train step needs 21.76GiB" in error and "15.75GiB" in error
-
-
-def test_without_a_run_it_is_one_error(run):  # noqa: F811
-  _, report = run("--topology=v5e:2x2", RECIPE="sr_ste", PATTERN="1:4", SPARSE_STEPS=100)
-  (error,) = report["errors"]
-  assert "training run" in error
-
-
-@pytest.mark.parametrize("version, said", [(None, "not installed"), ("0.0.42", "another process")])
-def test_what_libtpu_refuses_is_one_sentence(monkeypatch, version, said):
-  from jax.experimental import topologies
-
-  def refuse(*_, **__):
-    raise RuntimeError("ABORTED: Internal error when accessing libtpu lockfile.")
-
-  monkeypatch.setattr(installed, "version", lambda name: version)
-  monkeypatch.setattr(topologies, "get_topology_desc", refuse)
-  with pytest.raises(topology.NoTopology, match=f"v9e:1x1.*{said}"):
-    topology.devices("v9e:1x1")

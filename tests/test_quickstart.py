@@ -17,18 +17,6 @@ from nm_sparsity_jax.trainer.workloads import t5
 pytest.importorskip("gin", reason="the local runner needs gin: pip install -e '.[local]'")
 
 HERE = pathlib.Path(__file__).resolve().parent
-NAMES = ("dense", "sr_ste", "mdgf_exponential", "sdgf_stepwise")
-
-
-SPARSE = [("mini-glue", 240, "1:8"), ("rebus", 540, "1:16")]
-
-
-@pytest.mark.parametrize("task, steps, pattern", SPARSE)
-def test_its_file_is_right(task, steps, pattern, tmp_path, monkeypatch):
-  monkeypatch.chdir(tmp_path)
-  runs = sweep.read(quickstart.FILES[task]).runs
-  assert [run.recipe for run in runs if run.recipe != "start"] == list(NAMES)
-  assert {(run.steps, run.pattern) for run in runs[-3:]} == {(steps, pattern)}
 
 
 @pytest.mark.parametrize("hold", ["", "sr_ste-1_8-seed0"])
@@ -62,7 +50,6 @@ def test_all_of_it_is_proven_and_convincing(task, tmp_path, monkeypatch):
   done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, check=False)
   assert not done.returncode, done.stdout + done.stderr
   assert done.stdout.count("\nok\n") == 3
-  assert [*tmp_path.glob("*/curves.html")] and [*tmp_path.glob("*/report.html")]
   if task == "rebus":
     return  # benchmarks/results/recipes_rebus.jsonl has its scores
   monkeypatch.chdir(tmp_path)

@@ -2,7 +2,6 @@
 
 import dataclasses
 import importlib
-import math
 
 import jax
 import numpy as np
@@ -43,8 +42,6 @@ def test_results_survive_a_torn_line_and_no_run_is_there_twice(tmp_path):
   path.write_text(path.read_text() + '{"task": "bi')  # killed while it wrote the second line
   recipes.append(path, two)
   assert recipes.read(path) == {RUN: one, RUN._replace(seed=2): two}
-  with pytest.raises(ValueError, match="JSON"):
-    recipes.append(path, {"cross_entropy": math.nan})
   recipes.append(path, one)
   with pytest.raises(ValueError, match="two results"):
     recipes.read(path)
@@ -85,10 +82,7 @@ def test_the_words_that_are_held_out_are_the_same_for_all_seeds_and_never_traine
   assert spelled.split([*found][::-1], 4096) == (kept, held)
 
 
-def test_edits_and_their_rate_by_hand():
-  cases = (("", "ab", 2), ("ab", "", 2), ("abc", "abc", 0), ("axc", "abc", 1), ("abcd", "abd", 1))
-  for found, wanted, count in cases:
-    assert spelled.edits(found, wanted) == count
+def test_the_rate_of_edits_by_hand():
   end, pad = spelled.END, spelled.PAD
   said = np.array([[5, 6, end, 7], [5, 6, 7, 8]])  # what follows the end is not said
   wanted = np.array([[5, 6, 7, end], [5, end, pad, pad]])

@@ -3,7 +3,6 @@
 import base64
 import json
 import math
-import pathlib
 import re
 
 import markupsafe
@@ -11,13 +10,12 @@ import pytest
 from tensorboard.compat.proto import event_pb2
 from tensorboard.summary.writer import record_writer
 
-import nm_sparsity_jax as nms
 from nm_sparsity_jax import cli
 from nm_sparsity_jax.analysis import charts as drawing
 from nm_sparsity_jax.analysis import page, report, run_folder
 from nm_sparsity_jax.analysis.charts import Chart, Line
 from nm_sparsity_jax.analysis.page import Section, Strong, Table
-from nm_sparsity_jax.analysis.report import costs, sections
+from nm_sparsity_jax.analysis.report import costs
 from nm_sparsity_jax.models.t5 import T5Config, Transformer
 from nm_sparsity_jax.trainer.workloads.t5 import T5
 from nm_sparsity_jax.training import flops
@@ -144,12 +142,6 @@ def test_a_resumed_run_counts_what_was_written_last(tmp_path):
   assert run_folder.Run(tmp_path).curves == {"train/loss": {10: 5.0, 20: 3.0, 30: 2.0}}
 
 
-def test_d_jumps_where_the_schedule_does():
-  phases = nms.Phases(total=10_000, dense=1_234, finetune=999)
-  points = sections.decays(nms.recipe("mdgf_linear", pattern="1:4", phases=phases, beta=1e-5))
-  assert {1_233, 1_234, 9_000, 9_001, 9_999} <= {step for step, _ in points}
-
-
 def test_tables(runs, tmp_path):
   third = write(tmp_path / "third")
   noted = [{"from": 1000, "environment": {"jax": "1"}}, {"from": 1040, "environment": {"jax": "2"}}]
@@ -178,14 +170,6 @@ def test_a_part_without_data_says_so(tmp_path):
   assert found["schedule"][0].startswith("a: no schedule, config.gin: RECIPE is not")
 
 
-@pytest.mark.parametrize("names, word", [(["gs://b/run"], "bucket"), (["x"] * 10, "10 runs")])
-def test_mistakes_are_one_line(names, word, tmp_path, capsys):
-  out = tmp_path / "page.html"
-  assert cli.main(["report", "--out", str(out), *names]) == 1
-  err = capsys.readouterr().err
-  assert word in err and err.count("\n") == 1 and not out.exists()
-
-
 # --- scores and costs -----------------------------------------------------------------------------
 
 
@@ -200,34 +184,26 @@ def test_scores_of_images_stand_beside_the_published_ones(tmp_path):
   mdgf = dict(recipe="mdgf_exponential", more=VIT)
   runs = [
     local(tmp_path / "mine", accuracy(mine), pattern="1:16", **mdgf),
-    local(tmp_path / "other", accuracy({90: 0.7}), pattern="3:8", **mdgf),
-    local(tmp_path / "own", accuracy({100: 0.76}), "test", "dense",
-          more=VIT.replace("imagenet2012", "/my/images")),
     local(tmp_path / "wide", accuracy({100: 0.8}), more=VIT + "vit.config.layers = 13\n"),
   ]  # fmt: skip
   rows, remarks = scores_of(runs)
   assert rows == [
-    ["validation", "0.7812 @ 100, published 0.77325 (+0.00795)", "0.7 @ 90", "-", "0.8 @ 100"],
-    ["test", "-", "-", "0.76 @ 100, published 0.76389 (-0.00389)", "-"],
+    ["validation", "0.7812 @ 100, published 0.77325 (+0.00795)", "0.8 @ 100"],
   ]
   assert remarks[1:] == [
     "mine: published: Table 2, MDGF-Exponential.",
-    "other: the paper has no row for vit_b16 mdgf_exponential 3:8 ff with 10 dense steps.",
-    "own: published: Table 2, Dense.",
-    "own: the published row is of imagenet2012, this run of /my/images.",
   ]
   assert scores_of(runs[:1], 50)[0] == [["validation", "0.9 @ 50"]]
 
 
-@pytest.mark.parametrize("metric, best", [("far", 0.25), ("near", 0.5)])
-def test_the_best_of_an_error_is_the_least(metric, best, tmp_path):
+def test_the_best_of_an_error_is_the_least(tmp_path):
   runs = []
   for name, values in (("a", (0.1, 0.5, 0.5)), ("b", (0.9, 0.25, 0.25))):
-    series = {s: {metric: x} for s, x in zip((5, 85, 100), values, strict=True)}
+    series = {s: {"far": x} for s, x in zip((5, 85, 100), values, strict=True)}
     runs.append(local(tmp_path / name, series))
   ((name, *cells),) = scores_of(runs)[0]  # step 5 is before the target pattern
-  assert cells == ["0.5 @ 85", "0.25 @ 85"] and ("less is better" in name) == (metric == "far")
-  assert [cell for cell in cells if isinstance(cell, Strong)] == [f"{best} @ 85"]
+  assert cells == ["0.5 @ 85", "0.25 @ 85"] and "less is better" in name
+  assert [cell for cell in cells if isinstance(cell, Strong)] == ["0.25 @ 85"]
 
 
 def test_costs_of_another_family_are_those_that_its_run_notes(tmp_path):
@@ -236,29 +212,10 @@ def test_costs_of_another_family_are_those_that_its_run_notes(tmp_path):
   assert found.charts["score_by_flops"].lines[0].points[-1] == (cost, 0.5)
 
 
-SIZES = dict(emb_dim=64, mlp_dim=128, num_encoder_layers=2, num_decoder_layers=3, num_heads=4,
-             head_dim=16)  # fmt: skip
-T5X_OWN = "".join(f"network.T5Config.{name} = {size}\n" for name, size in SIZES.items())
-T5X_OWN += """
-network.T5Config.dtype = 'bfloat16'
-network.T5Config.logits_via_embedding = False
-network.T5Config.mlp_activations = \\
-    ('gelu', 'linear')
-network.T5Config.vocab_size = %VOCAB_SIZE
-VOCAB_SIZE = 256
-network.Transformer.config = @network.T5Config()
-"""
-
-
-@pytest.mark.parametrize("is_t5xs_own", [False, True])
-def test_flops_are_those_of_the_network_and_of_its_rules(is_t5xs_own, tmp_path):
-  """T5X's own model files bind sizes one by one; rules may be regexes."""
-  file = pathlib.Path(write(tmp_path), "config.gin")
-  if is_t5xs_own:
-    text = re.sub(r"network.*\n", "", file.read_text()) + T5X_OWN
-    file.write_text(text.replace("{'ff': None}", "{r'(encoder|decoder)/.*/mlp/w.*/kernel': None}"))
-  config = T5Config.t5_1_1("tiny", vocab_size=256, **SIZES if is_t5xs_own else {})
-  dense = T5(Transformer(config), lengths={"inputs": 16, "targets": 4}).cost()
+def test_flops_are_those_of_the_network_and_of_its_rules(tmp_path):
+  write(tmp_path)
+  network = Transformer(T5Config.t5_1_1("tiny", vocab_size=256))
+  dense = T5(network, lengths={"inputs": 16, "targets": 4}).cost()
   found = report.report([tmp_path], "last")
   spent = lambda until: flops.training(dense, found.runs[0].rules, 8, until=until).flops
   assert found.charts["score_by_flops"].lines[0].points == [(spent(50), 52.5), (spent(100), 55.0)]
@@ -277,8 +234,6 @@ def test_the_summary_says_what_is_kept_and_lost(tmp_path):
     ["lower", "60", "75.0% of base", "12.5 %", "1,100"],
     ["higher", "81", "101.2% of base", "12.5 %", "1,100"],
   ]
-  (tmp_path / "lower/config.gin").unlink()  # what it does not know, it does not say
-  assert [row[0] for row in report.report(three)["summary"][0].rows] == ["base", "higher"]
 
 
 # --- the page -------------------------------------------------------------------------------------
@@ -288,7 +243,6 @@ def test_the_page_has_every_number_and_every_line(runs, found, tmp_path):
   file = tmp_path / "report.html"
   assert cli.main(["report", *runs, "--out", str(file), "--checkpoint", "last"]) == 0
   text = file.read_text("utf-8")
-  assert report.write(found, tmp_path / "new/page.html").read_text("utf-8") == text
   figures = dict(re.findall(r'<figure id="chart-([^"]+)">(.*?)</figure>', text, re.DOTALL))
   assert figures.keys() == found.charts.keys()
   for key, chart in found.charts.items():

@@ -47,6 +47,7 @@ def search_paths(args: argparse.Namespace) -> Sequence[str]:
   import_modules(args)
   from nm_sparsity_jax.integrations import gin_files
 
+  gin_files.see_modules_here()
   return [*filter(None, args.gin_search_paths.split(",")), str(gin_files.folder())]
 
 
@@ -73,6 +74,8 @@ def add_import(parser: argparse.ArgumentParser) -> None:
 
 def import_modules(args: argparse.Namespace) -> None:
   """Imports the modules of --import in their order; modules in the current folder are found."""
+  if not args.imports:  # gin need not be installed
+    return
   from nm_sparsity_jax.integrations import gin_files
 
   gin_files.see_modules_here()
