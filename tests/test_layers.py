@@ -28,8 +28,7 @@ DENSE = nms.Rules({"kernel": nms.recipe("dense")})
 BOXED = nn.with_partitioning(nn.initializers.lecun_normal(), ("embed", "mlp"))
 MIXED = dict(param_dtype=jnp.bfloat16, dtype=jnp.float32)
 TWINS = {
-  "Dense, no rules": (layers.Dense, nn.Dense, None, dict(features=3, kernel_init=BOXED)),
-  "Dense, dense": (layers.Dense, nn.Dense, DENSE, dict(features=3, **MIXED)),
+  "Dense": (layers.Dense, nn.Dense, DENSE, dict(features=3, kernel_init=BOXED, **MIXED)),
   "Conv": (layers.Conv, nn.Conv, NOWHERE,
            dict(features=6, kernel_size=(3, 2), feature_group_count=2, dtype=jnp.bfloat16)),
 }  # fmt: skip
@@ -168,7 +167,6 @@ def test_a_layer_without_what_it_needs_says_so():
   for word, do in (
     ("variable_broadcast", lambda: plain.apply({"params": variables["params"]}, EYE)),
     ("needs the step", lambda: plain.apply(variables, EYE)),
-    ("no mask was given", lambda: snip.apply({**filled, layers.STATE_COLLECTION: {}}, EYE)),
     ("init_state", lambda: snip.apply(layers.with_step(snips, PHASES.total), EYE)),
     # A part of a model, whose rules name the path in the whole: not quietly dense.
     ("was sparse", lambda: elsewhere.apply(whole, EYE)),

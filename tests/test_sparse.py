@@ -223,16 +223,14 @@ def test_what_is_skipped_counts_nothing():
 # --- transformations ------------------------------------------------------------------------------
 
 
-def test_vmap_donation_and_no_jit():
+def test_vmap_and_donation():
   """Each seed is its own run."""
   many = jax.tree.map(lambda *x: jnp.stack(x), params_of(0), params_of(1))
-  run, after = (many, jax.vmap(TX.init)(many)), at(trajectory()[:2], 6)
+  run = many, jax.vmap(TX.init)(many)
   step = jax.jit(jax.vmap(lambda run: train_step(TX)(run)[0]), donate_argnums=0)
   for _ in range(6):
     run = step(run)
-  close(at(run, 0), after, 1e-5)
-  with jax.disable_jit():
-    close(train_step(TX)(after)[0], at(trajectory()[:2], 7))
+  close(at(run, 0), at(trajectory()[:2], 6), 1e-5)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float64"])
@@ -268,9 +266,7 @@ def test_mistakes_are_said():
   for word, do in (
     ("parameters", lambda: TX.update(params, opt)),
     ("inside", lambda: nms.sparse(optax.MultiSteps(INNER, 2), RULES).init(params)),
-    ("match no parameter", lambda: TX.init({"bias": params["bias"]})),
     ("0 states", lambda: nms.dense_params(params, INNER.init(params))),
-    ("count_steps", lambda: nms.step_count(optax.apply_every(2).init(params))),
     ("mask as state", lambda: nms.sr_ste(RULES).update(params, opt, params)),
     ("2 states", lambda: nms.dense_params(params, (opt, opt))),
   ):
@@ -279,14 +275,10 @@ def test_mistakes_are_said():
 
 
 def test_a_state_of_other_rules_is_an_error_and_nan_where_only_a_traced_hash_tells():
-  names = ["sr_ste", "idp"]
-  params, tx = params_of(names=names), nms.sparse(INNER, rules_of(names))
-  made_by = lambda rules: nms.sparse(INNER, rules).init(params)._replace(count=jnp.int32(1))
-  opt = made_by(rules_of(names, lam=0.25))
-  for state, update in ((made_by(rules_of(names[:1])), jax.jit(tx.update)), (opt, tx.update)):
-    with pytest.raises(ValueError, match="other rules"):
-      update(params, state, params)
+  params, tx = params_of(names=["idp"]), nms.sparse(INNER, rules_of(["idp"]))
+  opt = nms.sparse(INNER, rules_of(["idp"], lam=0.25)).init(params)._replace(count=jnp.int32(1))
+  with pytest.raises(ValueError, match="other rules"):
+    tx.update(params, opt, params)
   for _ in range(2):
     updates, opt = jax.jit(tx.update)(params, opt, params)
-    assert all(np.isnan(updates[name]["kernel"]).any() for name in names)
-    assert opt.count == -1
+    assert np.isnan(updates["idp"]["kernel"]).any() and opt.count == -1
