@@ -56,8 +56,6 @@ def test_wide_floats_have_two_zeros(name):
   assert dtypes.used(patterns.view(dtype)).tolist() == [False, False] + [True] * (top + 1)
 
 
-@pytest.mark.parametrize("name", ["complex64", "bool"])
-def test_other_dtypes_are_refused_by_name(name):
-  dtype = np.dtype(name)
-  with pytest.raises(ValueError, match=f"'a/kernel' has dtype .*{dtype}"):
-    nms.verify({"a": {"kernel": np.zeros((4, 2), dtype)}}, rules("1:2"))
+def test_other_dtypes_are_refused_by_name():
+  with pytest.raises(ValueError, match="'a/kernel' has dtype .*bool"):
+    nms.verify({"a": {"kernel": np.zeros((4, 2), bool)}}, rules("1:2"))
