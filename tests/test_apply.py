@@ -176,8 +176,8 @@ def test_finalize_writes_zeros_and_keeps_the_bits_of_survivors(name):
 # --- verify ---------------------------------------------------------------------------------------
 
 
-def report(w, axes=None, indivisible="error"):
-  rules = nms.Rules({".*kernel": make("sr_ste", "2:4")}, axes, indivisible)
+def report(w, indivisible="error"):
+  rules = nms.Rules({".*kernel": make("sr_ste", "2:4")}, indivisible=indivisible)
   return nms.verify({"a": {"kernel": w}}, rules)
 
 
@@ -190,13 +190,3 @@ def test_verify_of_what_is_not_finite_and_of_no_weight():
   assert not nms.verify(tree(weights(0)), nms.Rules({"ff": nms.recipe("dense")})).ok
   skipped = report(np.zeros((6, 1), np.float32), indivisible="skip")
   assert not skipped.ok and list(skipped.skipped) == ["a/kernel"] and "skipped" in str(skipped)
-
-
-def test_verify_counts_along_any_axis():
-  """Here a scan's axis lies between those of a group."""
-  w = np.zeros((2, 3, 4, 2), np.float32)
-  w[1, 2, :2, 1] = w[1, 2, 3, 1] = 1
-  bad = report(w, axes={".*": (0, 2)})
-  (site,) = bad.places
-  assert (site.bad_groups, site.groups, site.density, site.first) == (1, 12, 3 / 48, (1, 2, 0, 1))
-  assert str(bad).endswith("NOT n:m") and not bad.ok

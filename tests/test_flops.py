@@ -4,7 +4,6 @@ import dataclasses
 import functools
 
 import jax
-import jax.numpy as jnp
 import pytest
 
 import nm_sparsity_jax as nms
@@ -60,11 +59,6 @@ def test_tables_1_and_17():
     (".*->bhqk/product",): 0.70, (".*/fc1/kernel",): 11.1, (".*/fc2/kernel",): 11.1,
     ("q", "k", "v", "o"): 11.1, ("scores",): 1.42, ("ff",): 22.20,
   }, abs=0.011)  # fmt: skip
-  kernels = cost.select("q", "k", "v", "o")
-  parts = (kernels.flops, cost.select("scores").flops, cost.select("ff").flops)
-  assert [round(100 * part / sum(parts)) for part in parts] == [32, 4, 64]
-  params = kernels.params / 1e6, cost.select("scores").params, cost.select("ff").params / 1e6
-  assert params == (pytest.approx(28.31, abs=0.011), 0, pytest.approx(56.62, abs=0.011))
 
 
 # --- networks, by hand and by what others publish -------------------------------------------------
@@ -98,29 +92,6 @@ def test_t5():
   assert cost.flops == 2 * (products + scores + o * d * config.vocab_size)
   scanned = t5_cost(dataclasses.replace(config, scan_layers=True, remat_policy="minimal"))
   assert scanned.flops == cost.flops
-
-
-def test_forward_and_backward_are_xlas():
-  """XLA counts the same forward, and three of them in a step of training."""
-
-  def attend(p, x, y):
-    split = lambda z: z.reshape(z.shape[0], 2, -1)
-    q, k, v = split(x @ p["q"]), split(y @ p["k"]), split(y @ p["v"])
-    values = jnp.einsum("hts,shd->thd", jnp.einsum("thd,shd->hts", q, k), v)
-    return values.reshape(len(x), -1) @ p["o"]
-
-  params = {name: shape(48, 32) for name in "qkv"} | {"o": shape(32, 48)}
-  x, y = shape(12, 48), shape(20, 48)
-  count = lambda f, *args: jax.jit(f).lower(*args).cost_analysis()["flops"]
-  cost = flops.forward(attend, params, x, y)
-  assert cost.flops == count(attend, params, x, y)
-
-  def step(p, x, y, cotangent):
-    out, pullback = jax.vjp(attend, p, x, y)
-    return out, pullback(cotangent)
-
-  sums = 20 * 48  # y feeds k and v, so its two gradients are added
-  assert count(step, params, x, y, x) - sums == flops.training(cost, {}, steps=1).flops
 
 
 # --- rules and training ---------------------------------------------------------------------------

@@ -53,13 +53,6 @@ def test_a_layer_is_the_plain_one_where_no_recipe_acts(name):
   assert_same(loss(ours), loss(plain))
 
 
-def test_dense_general_is_the_einsum_over_a_two_dimensional_kernel():
-  layer = layers.DenseGeneral((3, 2), axis=(1, -1), kernel_axes=("embed", "joined_kv"))
-  variables = layer.init(jax.random.key(1), X)
-  z = jnp.einsum("abcd,bdef->acef", X, variables["params"]["kernel"].reshape(6, 4, 3, 2))
-  np.testing.assert_allclose(layer.apply(variables, X), z, 1e-6, 1e-6)
-
-
 # --- every recipe: a network is its dense twin on sparsify's parameters ---------------------------
 
 PHASES = nms.Phases(total=24, dense=4, finetune=6)

@@ -43,22 +43,17 @@ def collectives(compiled):
   return collections.Counter(COLLECTIVE.findall(text))
 
 
-@pytest.mark.parametrize("is_traced", [False, True])
 @pytest.mark.parametrize(
   "text, spec, kind",
   [
-    ("1:8", "groups", AxisType.Auto), ("64:128", "groups", AxisType.Auto),
+    ("64:128", "groups", AxisType.Auto),
     # The mode that `jax.make_mesh` gives by default: types hold the shardings.
     ("2:8", "both", AxisType.Explicit),
   ],
-)  # fmt: skip
-def test_same_bits_and_no_collective(text, spec, kind, is_traced):
+)
+def test_same_bits_and_no_collective(text, spec, kind):
   pattern, spec = NM.parse(text), SPECS[spec]
-  known, traced = (
-    lambda x, n: nm_mask(jnp.abs(x), pattern),
-    lambda x, n: magnitude_mask(x, NM(1, pattern.m), n=n),
-  )
-  masks = jax.jit(traced if is_traced else known)
+  masks = jax.jit(lambda x, n: magnitude_mask(x, NM(1, pattern.m), n=n))
   x, n, sharding = scores(), jnp.int32(pattern.n), NamedSharding(mesh(kind), spec)
   wanted = np.asarray(masks(x, n))
   with jax.set_mesh(mesh(kind)):
@@ -71,24 +66,16 @@ def test_same_bits_and_no_collective(text, spec, kind, is_traced):
   np.testing.assert_array_equal(jax.jit(mapped)(x, n), wanted)
 
 
-@pytest.mark.parametrize("varying", ["n", "parent"])
-def test_a_mask_varies_over_devices_as_what_it_is_made_of(varying):
-  """A weight that all devices hold has other masks where n or the parent differ."""
-
-  def mask(w):
-    i = jax.lax.axis_index("rows")
-    if varying == "n":
-      return magnitude_mask(w, "1:8", n=i + 1)
-    return magnitude_mask(w, "1:8", parent=w > i.astype(w.dtype))
-
-  x, whole = scores(), PartitionSpec()
+def test_a_mask_varies_over_devices_as_what_it_is_made_of():
+  """A weight that all devices hold has other masks where the parent differs."""
+  mask = lambda w: magnitude_mask(w, "1:8", parent=w > jax.lax.axis_index("rows").astype(w.dtype))
+  x, whole, rows = scores(), PartitionSpec(), PartitionSpec("rows")
   with pytest.raises(ValueError, match="replication"):
     jax.jit(jax.shard_map(mask, mesh=mesh(), in_specs=whole, out_specs=whole))(x)
-  rows = PartitionSpec("rows")
   got = jax.jit(jax.shard_map(mask, mesh=mesh(), in_specs=whole, out_specs=rows))(x)
   for i, part in enumerate(np.split(np.asarray(got), 4)):
-    given = dict(n=i + 1) if varying == "n" else dict(parent=jnp.asarray(x) > float(i))
-    np.testing.assert_array_equal(part, magnitude_mask(x, "1:8", **given))
+    want = magnitude_mask(x, "1:8", parent=jnp.asarray(x) > float(i))
+    np.testing.assert_array_equal(part, want)
 
 
 def test_a_group_across_shards_communicates():
@@ -106,39 +93,36 @@ RECIPES = {
 }
 
 
-def step_of(params):
-  """(first state, step) of SGD on these weights."""
-  rules = nms.Rules({name: RECIPES[name] for name in params}, axes={".*": 0})
-  tx = nms.sparse(optax.sgd(0.1), rules)
+def trained(params, steps=4):
+  """The weights and the state after steps of SGD, and how the devices of a step communicate."""
+  tx = nms.sparse(optax.sgd(0.1), nms.Rules(RECIPES, axes={".*": 0}))
 
+  @jax.jit
   def step(params, opt):
     grads = jax.tree.map(lambda w: 2 * (w - 1), params)  # elementwise: no sum to reorder
     updates, opt = tx.update(grads, opt, params)
     return optax.apply_updates(params, updates), opt
 
-  return tx.init(params), step
-
-
-def trained(params, steps=4):
-  """The weights after so many steps, and how the devices of a step communicate."""
-  opt, step = step_of(params)
-  step = jax.jit(step)
+  opt = tx.init(params)
   for _ in range(steps):
     params, opt = step(params, opt)
   return params, opt, collectives(step.lower(params, opt).compile())
 
 
+def start():
+  w = np.random.default_rng(1).normal(size=(len(RECIPES), *SHAPE)).astype(np.float32)
+  return dict(zip(RECIPES, map(jnp.asarray, w), strict=True))
+
+
 @pytest.mark.parametrize("kind, spec", [(AxisType.Auto, "groups"), (AxisType.Explicit, "both")])
 def test_each_device_trains_its_own_shard(spec, kind, monkeypatch):
   """As on several TPUs: `init` learns the shardings, masks are made in `shard_map`, same bits."""
-  w = np.random.default_rng(1).normal(size=(len(RECIPES), *SHAPE)).astype(np.float32)
-  start = dict(zip(RECIPES, map(jnp.asarray, w), strict=True))
-  *alone, _ = trained(start)
+  *alone, _ = trained(start())
   calls, shard_map = [], jax.shard_map
   monkeypatch.setattr(jax, "shard_map", lambda *a, **k: calls.append(1) or shard_map(*a, **k))
   monkeypatch.setattr(groups, "_PLATFORM", "cpu")
   sharding = NamedSharding(mesh(kind), SPECS[spec])
-  *shared, spoken = trained(jax.device_put(start, sharding))
+  *shared, spoken = trained(jax.device_put(start(), sharding))
   assert calls and not spoken
   jax.tree.map(np.testing.assert_array_equal, shared, alone)
   for leaf in jax.tree.leaves((shared[1].dense, shared[1].masks["mask"])):
@@ -147,10 +131,8 @@ def test_each_device_trains_its_own_shard(spec, kind, monkeypatch):
 
 def test_products_communicate_as_those_of_a_dense_step():
   """Data and model parallel: the gradients of a dense step are reduced, and so are these."""
-  w = np.random.default_rng(1).normal(size=(len(RECIPES), *SHAPE)).astype(np.float32)
-  params = dict(zip(RECIPES, map(jnp.asarray, w), strict=True))
   at = lambda *axes: NamedSharding(mesh(), PartitionSpec(*axes))
-  params, x = jax.device_put((params, jnp.ones((32, SHAPE[0]))), (at("columns"), at("rows")))
+  params, x = jax.device_put((start(), jnp.ones((32, SHAPE[0]))), (at("columns"), at("rows")))
 
   def spoken(rules):
     tx = nms.sparse(optax.adamw(1e-2), rules)

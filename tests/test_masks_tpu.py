@@ -1,6 +1,5 @@
 """The kernel for TPUs: the same bits in interpret mode, and where a program for a TPU holds it."""
 
-import functools
 import json
 import os
 import subprocess
@@ -10,14 +9,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import test_masks_sharded
 from jax import export
-from jax.interpreters import mlir
 from jax.sharding import NamedSharding, PartitionSpec
 
 import nm_sparsity_jax as nms
-from nm_sparsity_jax.core import groups
-from nm_sparsity_jax.core.masks import magnitude_mask, primitive, tpu
+from nm_sparsity_jax.core.masks import magnitude_mask, tpu
 from nm_sparsity_jax.core.masks.selection import Kept
 
 AWKWARD = np.array([0, -0.0, 1e-40, -1e-40, 1, -1, 2, np.inf, -np.inf, np.nan], np.float32)
@@ -52,43 +48,6 @@ def test_any_shape_and_axis_as_it_lies_on_a_tpu(i, name):
   kept = Kept(pattern.m, pattern.n)
   got = jax.jit(lambda w: tpu.mask(w, jnp.int32(0), kept=kept, axes=axes, interpret=True))(w)
   np.testing.assert_array_equal(got, magnitude_mask(w, pattern, axes))
-
-
-@pytest.fixture
-def interpreted():
-  """Programs for this CPU hold the kernel too, in interpret mode; a list has its calls."""
-  calls = []
-
-  def run(*args, kept, axes):
-    calls.append(kept)
-    return tpu.mask(*args, kept=kept, axes=axes, interpret=True)
-
-  def lower_by(function):
-    lower = mlir.lower_fun(function, multiple_results=False)
-    mlir.register_lowering(primitive._mask, lower, platform="cpu")
-    jax.clear_caches()
-
-  lower_by(run)
-  yield calls
-  lower_by(primitive.groupwise)
-
-
-@pytest.mark.parametrize("name", ["sdgf_geometric", "idp"])
-def test_each_device_has_the_same_masks_by_the_kernel(name, monkeypatch, request):
-  """Under `shard_map`, as it runs on several TPUs."""
-  start = {name: jax.random.normal(jax.random.key(0), test_masks_sharded.SHAPE)}
-  alone, _, _ = test_masks_sharded.trained(start)
-  sharding = NamedSharding(test_masks_sharded.mesh(), test_masks_sharded.SPECS["both"])
-  monkeypatch.setattr(groups, "_PLATFORM", "cpu")
-  # Pallas' interpreter knows nothing of axes that vary.
-  monkeypatch.setattr(jax, "shard_map", functools.partial(jax.shard_map, check_vma=False))
-  calls, shapes = request.getfixturevalue("interpreted"), []
-  mask = tpu.mask
-  monkeypatch.setattr(tpu, "mask", lambda w, *a, **k: shapes.append(w.shape) or mask(w, *a, **k))
-  w, _, spoken = test_masks_sharded.trained(jax.device_put(start, sharding))
-  assert calls and set(shapes) == {(128, 4)}  # a shard, not the weight
-  np.testing.assert_array_equal(np.asarray(w[name]), np.asarray(alone[name]))
-  assert spoken == []
 
 
 def for_tpu(function, *shapes):

@@ -56,10 +56,11 @@ def test_summary_follows_every_recipe_through_a_run_in_one_compilation(first, se
   for step in range(PHASES.total):
     grads, nu = draw(100 + step), jax.tree.map(jnp.square, draw(200 + step))
     seen = metrics.Before(before, {})
-    found, masks, effective = observe(params, jnp.int32(step), state, grads, nu, seen)
+    far = jax.tree.map(lambda g: np.float32(1000) + g, grads)  # where E[g^2] - E[g]^2 is noise
+    found, masks, effective = observe(params, jnp.int32(step), state, far, nu, seen)
     joined = lambda tree: np.concatenate([wide(tree)[path].ravel() for path in recipes])
     was, mask = joined(before) > 0, joined(masks) > 0
-    out, g, v = joined(effective), np.abs(joined(grads)), joined(nu)
+    out, g, v = joined(effective), joined(far), joined(nu)
     want = {
       "density": np.mean(out != 0), "density_target": 0.25,
       "flip_rate/all": np.mean(was ^ mask), "flip_rate/kept": (was & ~mask).sum() / was.sum(),
@@ -97,16 +98,6 @@ def test_counts_are_exact_where_float32_sums_would_stall():
   np.testing.assert_allclose(metrics.flip_rate([mask, mask[:0]], [~mask, mask[:0]]), (1, 1), 1e-7)
 
 
-def test_variance_is_stable():
-  params, rules = draw(0, (512, 64), (256, 96)), nms.Rules({WI: make("sr_ste", "1:16")})
-  rng = np.random.default_rng(0)
-  grads = jax.tree.map(lambda w: np.float32(1000 + 0.1 * rng.random(w.shape)), params)
-  found = metrics.before(params, rules, 9, grads=grads)
-  x, mask = wide(grads)[WI], np.asarray(found.masks[WI])
-  got = [found.scalars[f"nm/grad_abs_var/{share}"] for share in ("all", "kept")]
-  np.testing.assert_allclose(got, [x.var(), x[mask].var()], 1e-5)
-
-
 # --- second moments -------------------------------------------------------------------------------
 
 # Each parameter has another optimizer, and each of these is wrapped.
@@ -129,10 +120,9 @@ def test_adams_second_moment_is_found_wherever_it_is():
   for path in (WI, WO):
     first, second = (0.1 * wide(g)[path] ** 2 for g in grads)
     np.testing.assert_allclose(found[path], 0.9 * first + second, rtol=1e-5)
-  for ours, names in (((WI, WO), 2), ((WI, "scale"), 0)):  # a metric of all kernels or of none
-    rules = nms.Rules({path: make("sr_ste") for path in ours}, axes={"scale": 0})
-    summary = metrics.summary(params, rules, 9, moments=found)
-    assert sum("second_moment_var" in name for name in summary) == names
+  rules = nms.Rules({path: make("sr_ste") for path in (WI, "scale")}, axes={"scale": 0})
+  summary = metrics.summary(params, rules, 9, moments=found)  # of all kernels or of none
+  assert not any("second_moment_var" in name for name in summary)
 
 
 @pytest.mark.parametrize("shape", [(2, 8, 6), (1,)], ids=str)

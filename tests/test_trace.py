@@ -53,20 +53,9 @@ def by_index(p, x):
   return jax.lax.fori_loop(0, 3, take, x)
 
 
-def heads(p, x):
-  q = x @ p["q"].reshape(8, 4 * 5)
-  return jnp.einsum("bhd,hde->be", q.reshape(-1, 4, 5), p["o"])
-
-
 def masked(p, x):
   kept = jnp.where(jnp.abs(p["w"]) > 0, p["w"], 0.0)
   return x @ (kept * 2).astype(jnp.bfloat16).astype(jnp.float32)
-
-
-def one_key(p, x):
-  """Of all heads, so that nothing but axes of its weight and tokens is left of a query."""
-  q, k = jnp.einsum("td,dhk->thk", x, p["q"]), x @ p["k"]
-  return jnp.einsum("hts,sk->thk", jnp.einsum("thk,sk->hts", q, k), k)
 
 
 def every(*names, axes=(0,)):
@@ -90,9 +79,6 @@ CASES = {
     lambda eqx, key: eqx.nn.MultiheadAttention(4, 12, key=key), lambda m, x: m(x, x, x), 2, 12),
     {".*_proj/weight": (1,)}),
   # jax alone
-  "stacked (layers, out, in)": (lambda: plain(
-    lambda p, x: jax.lax.scan(lambda h, w: (h @ w.T, None), x, p["w"])[0], (2, 8),
-    w=(3, 8, 8)), {"w": (2,)}),
   "layers by index": (lambda: plain(by_index, (2, 8), w=(3, 8, 8)), {"w": (1,)}),
   "fused qkv, split": (lambda: plain(
     lambda p, x: sum(x @ w for w in jnp.split(p["qkv"], 3, axis=1)), (2, 4), qkv=(4, 12)),
@@ -100,10 +86,6 @@ CASES = {
   "joined kernels": (lambda: plain(
     lambda p, x: x @ jnp.concatenate([p["q"], p["k"]], 1), (2, 4), q=(4, 3), k=(4, 5)),
     {"q": (0,), "k": (0,)}),
-  "heads by reshape": (lambda: plain(heads, (2, 8), q=(8, 4, 5), o=(4, 5, 6)),
-                       {"q": (0,), "o": (0, 1)}),
-  "heads that share a key": (lambda: plain(one_key, (2, 8), q=(8, 3, 2), k=(8, 2)),
-                             {"q": (0,), "k": (0,)}),
   "masked and scaled": (lambda: plain(masked, (2, 4), w=(4, 3)), {"w": (0,)}),
   # A product with one-hot vectors sums over nothing.
   "a look-up": (lambda: plain(
@@ -142,32 +124,29 @@ def test_axes_of_a_program_are_those_that_its_products_sum_over(name):
   assert axes_of(rules_for(*want).for_model(function, params, x), params) == want
 
 
-def our_t5(**fields):
+@pytest.mark.parametrize("fields", [{}, dict(scan_layers=True, remat_policy="minimal")])
+def test_our_t5_contracts_what_names_say(fields):
   network = t5.make(**fields)
-  shapes = t5.shapes_of(network)
+  variables = t5.shapes_of(network)
+  params, logical = variables["params"], variables["params_axes"]
   apply = lambda p, batch: network.apply({"params": p}, *batch, enable_dropout=False)
-  return apply, shapes["params"], t5.BATCH, shapes["params_axes"]
-
-
-def our_images(name):
-  network = images.network(name, **images.SMALLER[name])
-  variables = dict(images.shapes_of(network))
-  params, rest = variables.pop("params"), jax.tree.map(lambda s: jnp.ones(s.shape), variables)
-  return lambda p, x: network.apply({**rest, "params": p}, x), params, images.images(network), {}
-
-
-@pytest.mark.parametrize(
-  "make, fields",
-  [(our_t5, {}), (our_t5, dict(scan_layers=True, remat_policy="minimal")),
-   *((our_images, dict(name=name)) for name in images.FAMILIES)],
-)  # fmt: skip
-def test_our_networks_contract_what_names_say(make, fields):
-  function, params, inputs, logical = make(**fields)
-  # The network of relative positions of a Swin gets constants alone.
-  rules = nms.Rules({"(?!.*cpb_mlp).*kernel": RECIPE}, indivisible="pad").with_logical_axes(logical)
-  traced = trace.trace(function, params, inputs)
+  rules = nms.Rules({".*kernel": RECIPE}, indivisible="pad").with_logical_axes(logical)
+  traced = trace.trace(apply, params, t5.BATCH)
   named = axes_of(rules, params)
   assert len(named) > 5 and named.items() <= traced.axes.items()
+
+
+@pytest.mark.parametrize("name", images.FAMILIES)
+def test_our_networks_of_images_contract_what_names_say(name):
+  network = images.network(name, **images.SMALLER[name])
+  variables = images.shapes_of(network)
+  # The network of relative positions of a Swin gets constants alone.
+  rules = nms.Rules({"(?!.*cpb_mlp).*kernel": RECIPE}, indivisible="pad")
+  traced = trace.trace(network.apply, variables, images.images(network))
+  named = axes_of(rules, variables["params"])
+  assert (
+    len(named) > 5 and {f"params/{p}": a for p, a in named.items()}.items() <= traced.axes.items()
+  )
 
 
 # --- what is refused ------------------------------------------------------------------------------
