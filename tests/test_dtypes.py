@@ -11,15 +11,10 @@ from nm_sparsity_jax.core import dtypes
 SIGNED = lambda width: {0, 1 << (width - 1)}
 FORMATS = {
   "float4_e2m1fn": (4, SIGNED(4), set()),
-  "float6_e2m3fn": (6, SIGNED(6), set()),
-  "float6_e3m2fn": (6, SIGNED(6), set()),
   "float8_e3m4": (8, SIGNED(8), {s | x for s in (0, 0x80) for x in range(0x70, 0x80)}),
-  "float8_e4m3": (8, SIGNED(8), {s | x for s in (0, 0x80) for x in range(0x78, 0x80)}),
   "float8_e5m2": (8, SIGNED(8), {s | x for s in (0, 0x80) for x in range(0x7C, 0x80)}),
   "float8_e4m3fn": (8, SIGNED(8), {0x7F, 0xFF}),
   "float8_e4m3fnuz": (8, {0}, {0x80}),
-  "float8_e5m2fnuz": (8, {0}, {0x80}),
-  "float8_e4m3b11fnuz": (8, {0}, {0x80}),
   "float8_e8m0fnu": (8, set(), {0xFF}),
   **{f"{sign}int{width}": (width, {0}, set()) for sign in ("", "u") for width in (1, 2, 4, 8)},
 }

@@ -53,8 +53,7 @@ def test_table_18():
 
 
 def test_tables_1_and_17():
-  cost = images(VIT)
-  giga(cost, {  # Table 17, by product; Table 1, by part
+  giga(images(VIT), {  # Table 17, by product; Table 1, by part
     **dict.fromkeys([("q",), ("k",), ("v",), ("o",)], 2.77), (".*->bhqn/product",): 0.70,
     (".*->bhqk/product",): 0.70, (".*/fc1/kernel",): 11.1, (".*/fc2/kernel",): 11.1,
     ("q", "k", "v", "o"): 11.1, ("scores",): 1.42, ("ff",): 22.20,

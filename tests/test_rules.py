@@ -61,7 +61,7 @@ def test_mistakes_are_named(word, make):
 
 # --- an axis that m does not divide ---------------------------------------------------------------
 
-WI, WO = "mlp/wi/kernel", "mlp/wo/kernel"
+WI = "mlp/wi/kernel"
 GEOMETRIC = nms.recipe("sdgf_geometric", pattern="1:32", phases=PHASES)
 CUSTOM = nms.recipe("custom", pattern="1:4", phases=PHASES, path=((10, "8:16", 1.0),))
 

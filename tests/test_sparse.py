@@ -182,9 +182,7 @@ LINK, ADAM = nms.sr_ste(rules_of(["sr_ste"])), optax.adam(1e-3)
     # The first `count` in the chain, but those that begin anew.
     (optax.chain(other_count(), ADAM), 3, 70),
     (optax.chain(optax.contrib.reduce_on_plateau(accumulation_size=2), ADAM), 3, 3),
-    # Ours come before another `count`, wherever they stand.
-    (optax.masked(optax.chain(other_count(), nms.count_steps()), True), 3, 3),
-    # MultiSteps comes before these, and nms.sparse before all.
+    # MultiSteps comes before another `count`, and nms.sparse before all.
     (optax.MultiSteps(optax.chain(LINK, optax.sgd(1.0)), 4), 11, 2),
     (optax.MultiSteps(nms.sparse(optax.chain(other_count(), ADAM), rules_of(["sr_ste"])), 4), 9, 2),
   ],
