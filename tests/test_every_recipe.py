@@ -76,9 +76,6 @@ CASES = {
   "one_shot": Case(make("one_shot"), ((3, "1:4"),)),
   "sr_ste": Case(make("sr_ste", "2:4"), ((3, "2:4"),), mode=ST),
   "mdgf_linear": Case(make("mdgf_linear"), ((3, "1:4"),), linear),
-  "mdgf_linear slow": Case(
-    make("mdgf_linear", "2:8", beta=0.04), ((3, "2:8"),), lambda j: 1 - 0.04 * j
-  ),
   "mdgf_exponential": Case(make("mdgf_exponential"), ((3, "1:4"),), exponential),
   "sdgf_stepwise": Case(make("sdgf_stepwise"), THIRDS),
   "sdgf_stepwise linear": Case(make("sdgf_stepwise", "3:8", decay_kind="linear"), EIGHTHS, linear),

@@ -99,7 +99,7 @@ def changed(packed, **fields):
   [
     (lambda: pack(BAD, NM(2, 4), name="wi"), r"'wi' is not 2:4 along axis 0: 3 .* at \(4, 1\)"),
     (lambda: pack(MATRIX, NM(1, 257)), "at most 256"),
-    (lambda: pack(np.full((4, 1), 1e30, np.float32), NM(4, 4), dtype="float16"), "beyond the"),
+    (lambda: pack(MATRIX + 1e30, NM(4, 4), dtype="float16"), "beyond the"),
     (changed(GOOD, values=GOOD.values + 1, indices=GOOD.indices | 4), "'wi' .* padded"),
     (changed(INT8, scale=np.zeros(3, np.float32)), "positive"),
     (changed(TWO, indices=TWO.indices * 0), "ascend"),

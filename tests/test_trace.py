@@ -165,9 +165,6 @@ REFUSED = {
   "sum of experts": (lambda p, x, d: x @ p["e"].sum(0), "no product"),
   # Data meets the weight before the product.
   "tied embedding": (lambda p, x, d: p["w"][d["ids"]] @ p["w"].T, "data.*gather"),
-  "a branch of data": (
-    lambda p, x, d: (x @ p["w"]) @ jax.lax.cond(x.sum() > 0, lambda: p["w"].T, lambda: d["keep"]),
-    "data.*cond"),
   # Loops.
   "scan, swapped": (
     lambda p, x, d: in_scan(lambda w, v, h: (v, w, h @ w @ v.T), p["w"], p["v"], x),
@@ -187,7 +184,7 @@ REFUSED = {
 def test_what_cannot_be_followed_is_refused(name):
   function, word = REFUSED[name]
   shapes = {"w": (4, 4), "v": (4, 4), "e": (3, 3, 4, 4), "b": (3, 4, 4)}
-  data = {"keep": jnp.ones((4, 4)), "ids": jnp.array([0, 1]), "gates": jnp.ones((2, 3))}
+  data = {"ids": jnp.array([0, 1]), "gates": jnp.ones((2, 3))}
   params = {path: jnp.ones(shape) for path, shape in shapes.items()}
   traced = trace.trace(function, params, jnp.ones((2, 4)), data)
   assert not traced.axes and any(re.search(word, why) for why in traced.refused.values())
