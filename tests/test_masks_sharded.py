@@ -12,7 +12,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import nm_sparsity_jax as nms
 from nm_sparsity_jax.core import groups
-from nm_sparsity_jax.core.masks import magnitude_mask, nm_mask
+from nm_sparsity_jax.core.masks import magnitude_mask
 from nm_sparsity_jax.core.patterns import NM
 
 COLLECTIVE = re.compile(
@@ -76,14 +76,6 @@ def test_a_mask_varies_over_devices_as_what_it_is_made_of():
   for i, part in enumerate(np.split(np.asarray(got), 4)):
     want = magnitude_mask(x, "1:8", parent=jnp.asarray(x) > float(i))
     np.testing.assert_array_equal(part, want)
-
-
-def test_a_group_across_shards_communicates():
-  """The same function, so the silence above is owed to whole groups and to nothing else."""
-  x = jax.device_put(scores(), NamedSharding(mesh(), SPECS["groups"]))
-  program = jax.jit(lambda x: nm_mask(x, "64:256")).lower(x).compile()
-  assert collectives(program)
-  np.testing.assert_array_equal(np.asarray(program(x)), np.asarray(nm_mask(scores(), "64:256")))
 
 
 PHASES = nms.Phases(total=8, dense=1, finetune=2)

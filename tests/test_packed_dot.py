@@ -96,16 +96,12 @@ def test_vmap(backend):
   close(jax.vmap(one)(x, stacked), [exact(a, w) for a, w in zip(x, weights, strict=True)])
 
 
-@pytest.mark.parametrize(
-  "call, word",
-  [
-    (lambda w: nm_dot(jnp.zeros((2, 9)), w), "do not fit"),
-    (lambda w: prepare(w, 4, "cpu_ffi"), "'cpu_ffi' cannot be used"),
-  ],
-)
-def test_what_does_not_fit_is_refused(call, word):
-  with pytest.raises(ValueError, match=word):
-    call(made(8, 4, "2:4", "float16"))
+def test_what_does_not_fit_is_refused():
+  w = made(8, 4, "2:4", "float16")
+  with pytest.raises(ValueError, match="do not fit"):
+    nm_dot(jnp.zeros((2, 9)), w)
+  with pytest.raises(ValueError, match="'cpu_ffi' cannot be used"):
+    prepare(w, 4, "cpu_ffi")
 
 
 # --- the choice -----------------------------------------------------------------------------------
