@@ -1,4 +1,4 @@
-"""FLOPs and parameters of traced networks: the paper's tables, counts by hand, timelines, XLA."""
+"""FLOPs and parameters of traced networks: the paper's tables, counts by hand, timelines."""
 
 import dataclasses
 import functools

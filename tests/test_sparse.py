@@ -233,7 +233,7 @@ def test_vmap_and_donation():
 
 def test_parameters_of_bfloat16():
   """W is float32; the inner optimizer and its moments see the parameters' dtype."""
-  tx = nms.sparse(optax.adam(1e-2, eps=1e-4), RULES)
+  tx = nms.sparse(optax.adam(1e-2), RULES)
   params, opt, _ = train(tx, params_of(dtype=jnp.bfloat16), 50)
   assert {x.dtype.name for x in jax.tree.leaves(opt.dense)} == {"float32"}
   kinds = {x.dtype.name for x in jax.tree.leaves((params, opt.inner_state[0].mu))}

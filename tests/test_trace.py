@@ -143,10 +143,8 @@ def test_our_networks_of_images_contract_what_names_say(name):
   # The network of relative positions of a Swin gets constants alone.
   rules = nms.Rules({"(?!.*cpb_mlp).*kernel": RECIPE}, indivisible="pad")
   traced = trace.trace(network.apply, variables, images.images(network))
-  named = axes_of(rules, variables["params"])
-  assert (
-    len(named) > 5 and {f"params/{p}": a for p, a in named.items()}.items() <= traced.axes.items()
-  )
+  named = {f"params/{path}": axes for path, axes in axes_of(rules, variables["params"]).items()}
+  assert len(named) > 5 and named.items() <= traced.axes.items()
 
 
 # --- what is refused ------------------------------------------------------------------------------
