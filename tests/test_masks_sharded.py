@@ -85,8 +85,8 @@ RECIPES = {
 }
 
 
-def trained(params, steps=4):
-  """The weights and the state after steps of SGD, and how the devices of a step communicate."""
+def trained(params):
+  """The weights and the state after four steps of SGD, and how the devices of a step communicate."""
   tx = nms.sparse(optax.sgd(0.1), nms.Rules(RECIPES, axes={".*": 0}))
 
   @jax.jit
@@ -96,7 +96,7 @@ def trained(params, steps=4):
     return optax.apply_updates(params, updates), opt
 
   opt = tx.init(params)
-  for _ in range(steps):
+  for _ in range(4):
     params, opt = step(params, opt)
   return params, opt, collectives(step.lower(params, opt).compile())
 
