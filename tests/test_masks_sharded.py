@@ -86,7 +86,7 @@ RECIPES = {
 
 
 def trained(params):
-  """The weights and the state after four steps of SGD, and how the devices of a step communicate."""
+  """The weights and the state after four steps of SGD, and how devices communicate in one."""
   tx = nms.sparse(optax.sgd(0.1), nms.Rules(RECIPES, axes={".*": 0}))
 
   @jax.jit
