@@ -1,6 +1,5 @@
 """Zero and finite: every bit pattern of every dtype, against what its format says."""
 
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -11,20 +10,13 @@ from nm_sparsity_jax.core import dtypes
 SIGNED = lambda width: {0, 1 << (width - 1)}
 FORMATS = {
   "float4_e2m1fn": (4, SIGNED(4), set()),
-  "float6_e2m3fn": (6, SIGNED(6), set()),
-  "float6_e3m2fn": (6, SIGNED(6), set()),
   "float8_e3m4": (8, SIGNED(8), {s | x for s in (0, 0x80) for x in range(0x70, 0x80)}),
-  "float8_e4m3": (8, SIGNED(8), {s | x for s in (0, 0x80) for x in range(0x78, 0x80)}),
   "float8_e5m2": (8, SIGNED(8), {s | x for s in (0, 0x80) for x in range(0x7C, 0x80)}),
   "float8_e4m3fn": (8, SIGNED(8), {0x7F, 0xFF}),
   "float8_e4m3fnuz": (8, {0}, {0x80}),
-  "float8_e5m2fnuz": (8, {0}, {0x80}),
-  "float8_e4m3b11fnuz": (8, {0}, {0x80}),
   "float8_e8m0fnu": (8, set(), {0xFF}),
-  **{f"{sign}int{width}": (width, {0}, set()) for sign in ("", "u") for width in (1, 2, 4, 8)},
+  **{f"{sign}int{width}": (width, {0}, set()) for sign in ("", "u") for width in (2, 4, 8)},
 }
-# JAX 0.9 does not have the integers of one bit and the floats of six.
-FORMATS = {name: format for name, format in FORMATS.items() if hasattr(jnp, name)}
 
 
 def rules(pattern):
@@ -47,17 +39,6 @@ def test_verify_knows_each_pattern(name):
   assert found.not_finite == 2 * sum(p in not_finite for p in pattern)
 
 
-@pytest.mark.parametrize("name", ["float16", "bfloat16", "float64"])
-def test_wide_floats_have_two_zeros(name):
-  dtype = np.dtype(name)
-  unsigned = np.dtype(f"u{dtype.itemsize}")
-  top = 8 * dtype.itemsize - 1
-  patterns = np.array([0, 1 << top, *(1 << i for i in range(top)), (1 << top) | 1], unsigned)
-  assert dtypes.used(patterns.view(dtype)).tolist() == [False, False] + [True] * (top + 1)
-
-
-@pytest.mark.parametrize("name", ["complex64", "bool"])
-def test_other_dtypes_are_refused_by_name(name):
-  dtype = np.dtype(name)
-  with pytest.raises(ValueError, match=f"'a/kernel' has dtype .*{dtype}"):
-    nms.verify({"a": {"kernel": np.zeros((4, 2), dtype)}}, rules("1:2"))
+def test_other_dtypes_are_refused_by_name():
+  with pytest.raises(ValueError, match="'a/kernel' has dtype .*bool"):
+    nms.verify({"a": {"kernel": np.zeros((4, 2), bool)}}, rules("1:2"))

@@ -8,7 +8,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from reference_arrays import ranks
 
-from nm_sparsity_jax.core import masks
 from nm_sparsity_jax.core.groups import Groups
 from nm_sparsity_jax.core.patterns import NM
 
@@ -50,17 +49,3 @@ def test_groups_and_their_masks_are_the_definition(place, seed):
   want = np.zeros(x.shape, bool)
   want.flat[at[(ranks(abs(rows), pattern.m, 1) < pattern.n) & (at >= 0)]] = True
   np.testing.assert_array_equal(groups.magnitude_mask(jnp.asarray(x), pattern), want)
-
-
-@given(places())
-def test_a_function_sees_whole_groups_on_adjacent_axes(place):
-  groups, _ = place
-  x = jnp.arange(1.0, 1 + math.prod(groups.shape)).reshape(groups.shape)
-
-  def add(a, b, axis):
-    axes = masks.check_axis(a.shape, axis)  # refuses axes that are not adjacent
-    assert a.shape == b.shape and math.prod(a.shape[i] for i in axes) == groups.size
-    assert a.sum() == x.sum()  # padding is zeros
-    return a + b
-
-  np.testing.assert_array_equal(groups.apply(add, x, x), 2 * x)

@@ -106,10 +106,6 @@ def test_rules_in_a_checkpoint_are_bounded_and_data(text, word, tmp_path, capsys
 
 
 def test_a_name_says_nothing_to_a_terminal(capsys, tmp_path):
-  folder = tmp_path / "\x1b[2Ja%\n%"
-  a_run(folder)
-  assert cli.main(["glue", "score", str(folder)]) == 0
-  assert all(line.isprintable() for line in capsys.readouterr().out.split("\n"))
   tree = {"target": {"\x1b[2J": {"mlp": {"wi": {"kernel": np.zeros((4, 4), np.float32)}}}}}
   checkpoint.write(str(tmp_path / "checkpoint_1"), tree)
   assert cli.main(["verify", str(tmp_path), "--rules", "{'ff': '1:4'}"]) == 0

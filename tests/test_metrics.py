@@ -56,10 +56,11 @@ def test_summary_follows_every_recipe_through_a_run_in_one_compilation(first, se
   for step in range(PHASES.total):
     grads, nu = draw(100 + step), jax.tree.map(jnp.square, draw(200 + step))
     seen = metrics.Before(before, {})
-    found, masks, effective = observe(params, jnp.int32(step), state, grads, nu, seen)
+    far = jax.tree.map(lambda g: np.float32(1000) + g, grads)  # where E[g^2] - E[g]^2 is noise
+    found, masks, effective = observe(params, jnp.int32(step), state, far, nu, seen)
     joined = lambda tree: np.concatenate([wide(tree)[path].ravel() for path in recipes])
     was, mask = joined(before) > 0, joined(masks) > 0
-    out, g, v = joined(effective), np.abs(joined(grads)), joined(nu)
+    out, g, v = joined(effective), joined(far), joined(nu)
     want = {
       "density": np.mean(out != 0), "density_target": 0.25,
       "flip_rate/all": np.mean(was ^ mask), "flip_rate/kept": (was & ~mask).sum() / was.sum(),
@@ -74,8 +75,6 @@ def test_summary_follows_every_recipe_through_a_run_in_one_compilation(first, se
     assert {f"nm/{name}" for name in want} == set(found)
     for name, value in want.items():
       np.testing.assert_allclose(found[f"nm/{name}"], value, rtol=3e-6, err_msg=f"{name}, {step}")
-    if step < PHASES.dense:
-      assert found["nm/density"] == found["nm/D"] == 1
     params = jax.tree.map(lambda w, g: w - jnp.float32(0.3) * g, params, grads)
     state, before = refresh(state, params, jnp.int32(step + 1), grads), masks
   assert len(traces) == 1
@@ -92,24 +91,11 @@ def test_nothing_sparse_gives_finite_numbers_and_no_step_is_loud():
   found = jax.jit(lambda t: metrics.summary(params, rules, t))(jnp.int32(-1))
   assert {name for name, x in found.items() if np.isnan(x)} == {"nm/density", "nm/D"}
   assert found["nm/n/ff"] == found["nm/m/ff"] == 0
-  rules = nms.Rules({"ff": make("sdgf_geometric")})
-  for length, m in ((32, 16), (24, 0)):  # 16 does not divide 24, so its first level is dropped
-    assert metrics.summary(draw(0, wo=(length, 5)), rules, 4)["nm/m/ff"] == m
 
 
 def test_counts_are_exact_where_float32_sums_would_stall():
   mask = np.ones(2**24 + 10, bool)
   np.testing.assert_allclose(metrics.flip_rate([mask, mask[:0]], [~mask, mask[:0]]), (1, 1), 1e-7)
-
-
-def test_variance_is_stable():
-  params, rules = draw(0, (512, 64), (256, 96)), nms.Rules({WI: make("sr_ste", "1:16")})
-  rng = np.random.default_rng(0)
-  grads = jax.tree.map(lambda w: np.float32(1000 + 0.1 * rng.random(w.shape)), params)
-  found = metrics.before(params, rules, 9, grads=grads)
-  x, mask = wide(grads)[WI], np.asarray(found.masks[WI])
-  got = [found.scalars[f"nm/grad_abs_var/{share}"] for share in ("all", "kept")]
-  np.testing.assert_allclose(got, [x.var(), x[mask].var()], 1e-5)
 
 
 # --- second moments -------------------------------------------------------------------------------
@@ -134,20 +120,21 @@ def test_adams_second_moment_is_found_wherever_it_is():
   for path in (WI, WO):
     first, second = (0.1 * wide(g)[path] ** 2 for g in grads)
     np.testing.assert_allclose(found[path], 0.9 * first + second, rtol=1e-5)
-  for ours, names in (((WI, WO), 2), ((WI, "scale"), 0)):  # a metric of all kernels or of none
-    rules = nms.Rules({path: make("sr_ste") for path in ours}, axes={"scale": 0})
-    summary = metrics.summary(params, rules, 9, moments=found)
-    assert sum("second_moment_var" in name for name in summary) == names
+  rules = nms.Rules({path: make("sr_ste") for path in (WI, "scale")}, axes={"scale": 0})
+  summary = metrics.summary(params, rules, 9, moments=found)  # of all kernels or of none
+  assert not any("second_moment_var" in name for name in summary)
 
 
-@pytest.mark.parametrize("shape", [(2, 8, 6), (1,)], ids=str)
-def test_adafactors_estimate_is_optaxs(shape):
-  params, tx = {"w": jnp.ones(shape)}, optax.scale_by_factored_rms(min_dim_size_to_factor=2)
-  state = tx.init(params)
-  fresh = metrics.second_moments(state, params)["w"]
-  assert fresh.shape == shape and (fresh == 0).all()  # and not 0 / 0
-  g = {"w": jnp.asarray(np.random.default_rng(1).standard_normal(shape), jnp.float32)}
+def test_adafactors_estimate_is_optaxs():
+  params = {"w": jnp.ones((2, 8, 6)), "v": jnp.ones(1)}
+  tx = optax.scale_by_factored_rms(min_dim_size_to_factor=2)
+  state, rng = tx.init(params), np.random.default_rng(1)
+  fresh = metrics.second_moments(state, params)
+  assert all((x == 0).all() for x in fresh.values())  # and not 0 / 0
+  g = jax.tree.map(lambda w: jnp.asarray(rng.standard_normal(w.shape), jnp.float32), params)
   for _ in range(2):
     updates, state = tx.update(g, state, params)
-  v = (wide(g)["w"] / wide(updates)["w"]) ** 2
-  np.testing.assert_allclose(metrics.second_moments(state, params)["w"], v, rtol=1e-4)
+  found = metrics.second_moments(state, params)
+  for name in params:
+    v = (wide(g)[name] / wide(updates)[name]) ** 2
+    np.testing.assert_allclose(found[name], v, rtol=1e-4)

@@ -83,11 +83,10 @@ def test_nnx_with_orbax_killed_and_resumed_is_uninterrupted(tmp_path):
     return process.returncode, told
 
   assert run(tmp_path / "whole") == (0, list(range(1, 41)))
-  assert run(tmp_path / "killed", 7)[0] == -signal.SIGKILL
-  code, told = run(tmp_path / "killed", 23)
-  assert code == -signal.SIGKILL and told[0] > 1  # it goes on from what was saved
+  for at in (7, 23):
+    assert run(tmp_path / "killed", at)[0] == -signal.SIGKILL
   code, told = run(tmp_path / "killed")
-  assert code == 0 and told[0] > 8 and told[-1] == 40
+  assert code == 0 and told[0] > 8 and told[-1] == 40  # it goes on from what was saved
   ends = [
     jax.tree.flatten(ocp.CheckpointManager(tmp_path / name).restore(40, args=restore))
     for name in ("whole", "killed")

@@ -149,7 +149,6 @@ def test_every_command_that_reads_rules_imports_a_module_before_it_reads(
   monkeypatch.syspath_prepend(tmp_path)
   name = f"broken_{command.split()[0]}"
   (tmp_path / f"{name}.py").write_text("1 / 0\n")
-  for module, error in ((name, "ZeroDivisionError"), ("lost.soft_recipe", "ModuleNotFoundError")):
-    assert cli.main([*command.split(), f"--import={module}"]) == 1
-    err = capsys.readouterr().err
-    assert f"--import {module}" in err and error in err and err.count("\n") == 1
+  assert cli.main([*command.split(), f"--import={name}"]) == 1
+  err = capsys.readouterr().err
+  assert f"--import {name}" in err and "ZeroDivisionError" in err and err.count("\n") == 1

@@ -1,12 +1,8 @@
 """Places by name: what each family calls its kernels, and what others read of it."""
 
-import re
-
 import pytest
-import test_vision_models as images
 
 import nm_sparsity_jax as nms
-from nm_sparsity_jax.core import trees
 from nm_sparsity_jax.training import roles
 
 RECIPE = nms.recipe("sr_ste", pattern="1:4", phases=nms.Phases(total=8))
@@ -70,14 +66,6 @@ def test_a_role_names_its_kernels_and_what_no_role_names_stays_dense(project):
     }
 
 
-def test_the_networks_here_have_one_role_for_each_kernel():
-  for name in images.FAMILIES:
-    for path, _ in trees.flatten(images.shapes_of(images.network(name))["params"]):
-      named = [role for words, _ in roles._families.values() for role, regex in words.items()
-               if re.fullmatch(regex, path)]  # fmt: skip
-      assert len({*named}) == (path.endswith("/kernel") and "cpb_mlp" not in path), path
-
-
 def test_a_family_from_outside_adds_to_the_vocabulary(monkeypatch):
   monkeypatch.setattr(roles, "_families", {**roles._families})
   paths = ("block_0/fc1/kernel", "block_0/mix/kernel", "block_7/fc1/kernel", "mlp/wi/kernel")
@@ -85,11 +73,8 @@ def test_a_family_from_outside_adds_to_the_vocabulary(monkeypatch):
   assert named("ff") == [paths[3]] and named("mix") == []
   own = {"ff": r"(.*/)?fc\d/kernel", "mix": r"(.*/)?mix/kernel"}
   # A word that narrows here is a role of vision models, too.
-  narrow = {"head": r"(.*/)?block_7/.*"}
-  roles.register("own", own, narrow)
+  roles.register("own", own, {"head": r"(.*/)?block_7/.*"})
   assert named("ff") == [paths[i] for i in (0, 2, 3)] and named("mix") == [paths[1]]
   assert named("head/ff") == [paths[2]] and nms.Rules({"head": RECIPE}).find("head/kernel")
   roles.register("own", {"ff": "b/kernel"})  # a cell that ran again
   assert "mix" not in roles.regexes() and roles.role_of("b/kernel") == "ff"
-  with pytest.raises(ValueError, match="not a regular"):
-    roles.register("a", {"b": "("})

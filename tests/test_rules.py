@@ -2,7 +2,6 @@
 
 import dataclasses
 import pickle
-import re
 
 import flax.core
 import flax.linen as nn
@@ -30,9 +29,8 @@ def tree(shapes):
 
 
 def test_a_place_is_a_regex_of_the_whole_path():
-  paths = ["a/b/kernel", "x/a/b/kernel", "a/b/kernel/x", "encoder/head_1/kernel", "a/b.c/kernel"]
+  paths = ["a/b/kernel", "x/a/b/kernel", "a/b/kernel/x", "encoder/head_1/kernel"]
   for place, named in (
-    (re.escape("a/b.c/kernel"), paths[4:]),
     (r".*/b\/kernel", paths[:2]),
     (r".*/kernel", [*paths[:2], *paths[3:]]),
     ("middle/ff", []),  # no word that narrows: a regex, not a role
@@ -48,11 +46,10 @@ QUERY = tree({"encoder/layers_0/attention/query/kernel": (16, 16)})
 @pytest.mark.parametrize(
   "word, make",
   [
-    ("'1:8'", lambda: nms.Rules({"ff": "1:8"})),
     ("regular expression", lambda: nms.Rules({"ff": LINEAR}, axes={"[": 0})),
     ("two rules", lambda: nms.Rules({"qkv": LINEAR, "encoder/q": OTHER}).assign(QUERY)),
     ("'qvk'.*have q", lambda: nms.Rules({"q": LINEAR, "qvk": OTHER}).assign(QUERY)),
-    (r"\{'a': 1\}", lambda: nms.Rules({"q": LINEAR}, {"a": 1}).assign(QUERY)),
+    ("multiple of", lambda: nms.Rules({"ff": CUSTOM}).assign(tree({WI: (24, 3)}))),  # each level
     ("not known for 'a'.*'b'", lambda: nms.Rules({".*": LINEAR}).assign({"a": X, "b": X})),
   ],
 )
@@ -63,7 +60,7 @@ def test_mistakes_are_named(word, make):
 
 # --- an axis that m does not divide ---------------------------------------------------------------
 
-WI, WO = "mlp/wi/kernel", "mlp/wo/kernel"
+WI = "mlp/wi/kernel"
 GEOMETRIC = nms.recipe("sdgf_geometric", pattern="1:32", phases=PHASES)
 CUSTOM = nms.recipe("custom", pattern="1:4", phases=PHASES, path=((10, "8:16", 1.0),))
 
@@ -71,7 +68,6 @@ CUSTOM = nms.recipe("custom", pattern="1:4", phases=PHASES, path=((10, "8:16", 1
 @pytest.mark.parametrize(
   "recipe, length, policy, remark",
   [
-    (CUSTOM, 24, "error", ValueError),  # each level must fit
     (OTHER, 18, "skip", "multiple of 4"),
     (CUSTOM, 24, "pad", "padded by 8"),
     (GEOMETRIC, 768, "error", "16:512 do not divide 768: dropped"),
@@ -80,10 +76,6 @@ CUSTOM = nms.recipe("custom", pattern="1:4", phases=PHASES, path=((10, "8:16", 1
 )
 def test_what_is_unusual_is_said_in_the_table_and_the_log(recipe, length, policy, remark, caplog):
   rules, params = nms.Rules({"ff": recipe}, indivisible=policy), tree({WI: (length, 3)})
-  if remark is ValueError:
-    with pytest.raises(ValueError, match="multiple of"):
-      rules.assign(params)
-    return
   found = rules.assign(params)
   assert remark in caplog.text and remark in str(found) and bool(caplog.text) == bool(remark)
   assert (list(found.skipped), list(found.places)) == (
@@ -99,13 +91,11 @@ def test_what_is_unusual_is_said_in_the_table_and_the_log(recipe, length, policy
   [
     ("mlp/wi/kernel", (16, 4), None, 0),
     ("Conv_0/kernel", (3, 3, 16, 5), (5,), -2),
-    ("layer2_0/downsample_conv/kernel", (1, 1, 16, 5), None, -2),
     # In doubt: another rank, another name, a bias that is not of the outputs.
     ("mlp/wi/kernel", (16, 4), (16,), None),
     ("mlp/wi/kernel", (16, 2, 8), None, None),
     # A user's own name: a transposed convolution may have it.
     ("stem/conv1/kernel", (3, 3, 16, 8), None, None),
-    ("Einsum_0/kernel", (16, 16), (16,), None),
     ("w", (16, 16), None, None),
   ],
 )
@@ -148,13 +138,12 @@ def test_rules_are_values():
   axes = make(axes={"a/kernel": (0,), "b": [0, 1]})
   sharding = SingleDeviceSharding(jax.devices()[0])
   for one, other in (
-    (make(), nms.Rules({"q": dataclasses.replace(OTHER), "ff": LINEAR}).with_shardings([sharding])),
-    (axes, pickle.loads(pickle.dumps(axes))),
-    (axes, make(axes={"a/kernel": np.int64(0), "b": (0, 1)})),
+    (make(), nms.Rules({"q": OTHER, "ff": LINEAR}).with_shardings([sharding])),
+    (axes, pickle.loads(pickle.dumps(make(axes={"a/kernel": np.int64(0), "b": (0, 1)})))),
   ):
     assert one == other and hash(one) == hash(other)
-  different = [make(), axes, make(indivisible="skip"), nms.Rules({"ff": LINEAR})]
-  different.append(make(axes={"b": (0, 1), "a/kernel": 0}))  # their order counts
+  # The order of axes counts.
+  different = [make(), axes, make(indivisible="skip"), make(axes={"b": (0, 1), "a/kernel": 0})]
   assert len({rules.fingerprint for rules in different}) == len({*different}) == len(different)
   one = nms.Rules({"ff": nms.recipe("mdgf_linear", pattern="1:8", phases=nms.Phases(total=10))})
   assert one.fingerprint == 181010233  # checkpoints hold it
