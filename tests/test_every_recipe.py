@@ -1,4 +1,4 @@
-"""What every recipe promises. A new one joins by a line in CASES."""
+"""What every recipe promises. A new one joins by a line in CASES, and its fields by OTHERS."""
 
 import collections
 import dataclasses
@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import lax
 from reference_arrays import check_timeline, magnitude, ranks
 
 import nm_sparsity_jax as nms
@@ -76,12 +77,19 @@ CASES = {
   "one_shot": Case(make("one_shot"), ((3, "1:4"),)),
   "sr_ste": Case(make("sr_ste", "2:4"), ((3, "2:4"),), mode=ST),
   "mdgf_linear": Case(make("mdgf_linear"), ((3, "1:4"),), linear),
+  "mdgf_linear slow": Case(
+    make("mdgf_linear", "2:8", beta=0.04), ((3, "2:8"),), lambda j: 1 - 0.04 * j
+  ),
+  "mdgf_linear st": Case(make("mdgf_linear", gradient=ST), ((3, "1:4"),), linear, ST),
   "mdgf_exponential": Case(make("mdgf_exponential"), ((3, "1:4"),), exponential),
   "sdgf_stepwise": Case(make("sdgf_stepwise"), THIRDS),
   "sdgf_stepwise linear": Case(make("sdgf_stepwise", "3:8", decay_kind="linear"), EIGHTHS, linear),
   "sdgf_geometric": Case(make("sdgf_geometric", k=4), GEOMETRIC),
   "sdgf_geometric exp st": Case(
-    make("sdgf_geometric", k=4, decay_kind="exponential", gradient=ST), GEOMETRIC, exponential, ST
+    make("sdgf_geometric", k=4, decay_kind="exponential", gradient=ST),
+    GEOMETRIC,
+    exponential,
+    ST,
   ),
   "custom": Case(make("custom", path=PATH), PATH_LEVELS, along_path),
   "snip": Case(make("snip", batches=2), ((5, "1:4"),)),
@@ -132,19 +140,19 @@ def expected_mask(case, w, step):
   return top(magnitude(w), case.pattern_at(step), keep)
 
 
-def forward_and_backward(recipe, w, step, keep, ct):
+def forward_and_backward(recipe, w, step, keep, ct, axis=0):
   """W~, the gradient of sum(ct * W~), the mask, D."""
-  out, pull = jax.vjp(lambda w: recipe.effective(w, step, 0, keep), w)
-  return out, pull(ct)[0], recipe.mask(w, step, 0, keep), recipe.decay(step)
+  out, pull = jax.vjp(lambda w: recipe.effective(w, step, axis, keep), w)
+  return out, pull(ct)[0], recipe.mask(w, step, axis, keep), recipe.decay(step)
 
 
 traces = collections.Counter()
 
 
-@functools.partial(jax.jit, static_argnames="recipe")
-def jitted(recipe, w, step, keep, ct):
-  traces[recipe, w.dtype] += 1
-  return forward_and_backward(recipe, w, step, keep, ct)
+@functools.partial(jax.jit, static_argnames=("recipe", "axis"))
+def jitted(recipe, w, step, keep, ct, axis=0):
+  traces[recipe, w.dtype, w.shape, axis] += 1
+  return forward_and_backward(recipe, w, step, keep, ct, axis)
 
 
 def run(case, w, step, ct):
@@ -171,7 +179,7 @@ def test_weights_and_gradients_are_the_equation_at_every_step(case, dtype):
   w, ct = (np.asarray(weights(seed, dtype=dtype)).copy() for seed in (8, 9))
   w[: len(AWKWARD), 0] = AWKWARD
   ct[:4, 1] = 6e-8  # a subnormal of float16
-  before, lam = traces[case.recipe, w.dtype], np.float32(case.recipe.lam)
+  before, lam = traces[case.recipe, w.dtype, w.shape, 0], np.float32(case.recipe.lam)
   for step in (*STEPS, 10**6):
     out, grad, mask, decay = run(case, w, step, ct)
     kept, d = expected_mask(case, w, step), case.decay_at(step)
@@ -194,16 +202,36 @@ def test_weights_and_gradients_are_the_equation_at_every_step(case, dtype):
       got = pulled(case.recipe, ct, w, seen, jnp.int32(step), stored(case, w, step))
       np.testing.assert_allclose(as_float(got), want, ULP[dtype], 6e-8, err_msg=f"step {step}")
       assert got.dtype == ct.dtype
-  assert traces[case.recipe, w.dtype] <= before + 1  # one compilation serves all steps
+  assert traces[case.recipe, w.dtype, w.shape, 0] <= before + 1  # one compilation serves all steps
 
 
 @every
-def test_eager_mode_gives_the_same_bits(case):
+def test_any_axis_and_eager_mode_give_the_same_bits(case):
   w, ct = weights(10), weights(11)
   for step in (2, 4, 10, 14, 17, 19):
-    got = forward_and_backward(case.recipe, w, step, stored(case, w, step), ct)
-    for a, b in zip(got, run(case, w, step, ct), strict=True):  # a Python int is a step too
-      assert_same_bits(a, b)
+    keep, want = stored(case, w, step), run(case, w, step, ct)
+    found = [forward_and_backward(case.recipe, w, step, keep, ct)]  # a Python int is a step too
+    for turn, back, axis in (
+      (lambda x: x.T, lambda x: x.T, -1),
+      (lambda x: x.reshape(2, 8, 3), lambda x: x.reshape(SHAPE), (0, 1)),
+    ):
+      turned = None if keep is None else turn(keep)
+      *got, decay = jitted(case.recipe, turn(w), jnp.int32(step), turned, turn(ct), axis)
+      found.append([*map(back, got), decay])
+    for got in found:
+      for a, b in zip(got, want, strict=True):
+        assert_same_bits(a, b)
+
+
+@pytest.mark.parametrize("name", ["mdgf_linear", "mdgf_exponential", "custom"])
+def test_decay_of_a_long_run_is_the_same_eager_jitted_and_scanned(name):
+  phases = nms.Phases(total=100_003, dense=10_001, finetune=20_000)
+  fields = {"path": ((10_001, "7:8", 1.0), (33_333, "1:8", 0.3))} if name == "custom" else {}
+  decay = nms.recipe(name, pattern="1:8", phases=phases, **fields).decay
+  steps = jnp.asarray(np.random.default_rng(0).integers(10_000, 81_000, 60), jnp.int32)
+  _, scanned = jax.jit(lambda ts: lax.scan(lambda c, t: (c, decay(t)), 0, ts))(steps)
+  for each in (decay, jax.jit(decay)):
+    assert_same_bits(np.stack([each(t) for t in steps]), scanned)
 
 
 @every
@@ -218,9 +246,37 @@ def test_a_step_that_was_never_given_is_loudly_wrong(case):
   keep = jnp.ones(SHAPE, bool) if recipe.stateful else None
   out, _, _, decay = jitted(recipe, w, jnp.int32(-1), keep, w)
   assert np.isnan(decay) and np.isnan(out).any() == (case.name != "dense")
-  for step in (12.0, -1) if case.name != "dense" else ():
+  for step in (12.0, True, jnp.arange(2), -1) if case.name != "dense" else ():
     with pytest.raises(ValueError, match="step"):
       recipe.effective(w, step, 0, keep)
+  with pytest.raises(ValueError, match="step"):
+    jax.jit(recipe.decay)(12.0)
   if recipe.stateful:
     with pytest.raises(ValueError, match="no mask was given"):
       recipe.effective(w, jnp.int32(0))
+
+
+# Another value of each field, which must change something that a run can see.
+OTHERS = {
+  "pattern": "1:8", "phases": nms.Phases(total=24, dense=2, finetune=4), "gradient": ST,
+  "lam": 0.5, "beta": 0.05, "k": 2, "decay_kind": "exponential", "path": PATH[:-1], "batches": 5,
+}  # fmt: skip
+
+
+def observed(recipe):
+  """Weights, gradients, masks, D and lambda at every step."""
+  w, ct = weights(27), weights(28)
+  keep = jnp.asarray(top(magnitude(w), nms.NM(1, recipe.pattern.m))) if recipe.stateful else None
+  steps = [jitted(recipe, w, jnp.int32(t), keep, ct) for t in range(PHASES.total)]
+  return [np.asarray(x).tobytes() for parts in steps for x in parts], recipe.lam
+
+
+@pytest.mark.parametrize("name", sorted(set(RECIPES) - {"dense"}))
+def test_every_field_changes_something(name):
+  decays = {"decay_kind": "linear"} if name.startswith("sdgf") else {}  # else beta has no use
+  base = dataclasses.replace(CASES[name].recipe, **decays)
+  arrays, lam = observed(base)
+  for field in dataclasses.fields(base):
+    other, other_lam = observed(dataclasses.replace(base, **{field.name: OTHERS[field.name]}))
+    # Lambda is of the optimizer's term: what a layer sees stays.
+    assert (other == arrays) == (field.name == "lam") == (other_lam != lam), field.name

@@ -1,9 +1,10 @@
-"""FLOPs and parameters of traced networks: the paper's tables, counts by hand, timelines."""
+"""FLOPs and parameters of traced networks: the paper's tables, counts by hand, timelines, XLA."""
 
 import dataclasses
 import functools
 
 import jax
+import jax.numpy as jnp
 import pytest
 
 import nm_sparsity_jax as nms
@@ -45,7 +46,8 @@ def giga(cost, wanted, **tolerance):
 
 def test_table_18():
   table = {  # pattern: FF, total; attention is 12.51 in every row
-    "1:1": (22.19, 34.71), "2:4": (11.1, 23.61), "1:16": (1.39, 13.90), "1:128": (0.17, 12.69),
+    "1:1": (22.19, 34.71), "2:4": (11.1, 23.61), "1:4": (5.55, 18.06), "1:8": (2.77, 15.29),
+    "1:16": (1.39, 13.90), "1:32": (0.69, 13.20), "1:128": (0.17, 12.69),
   }  # fmt: skip
   for pattern, (ff, total) in table.items():
     cost = flops.inference(images(VIT), {"ff": pattern})
@@ -53,11 +55,17 @@ def test_table_18():
 
 
 def test_tables_1_and_17():
-  giga(images(VIT), {  # Table 17, by product; Table 1, by part
+  cost = images(VIT)
+  giga(cost, {  # Table 17, by product; Table 1, by part
     **dict.fromkeys([("q",), ("k",), ("v",), ("o",)], 2.77), (".*->bhqn/product",): 0.70,
     (".*->bhqk/product",): 0.70, (".*/fc1/kernel",): 11.1, (".*/fc2/kernel",): 11.1,
     ("q", "k", "v", "o"): 11.1, ("scores",): 1.42, ("ff",): 22.20,
   }, abs=0.011)  # fmt: skip
+  kernels = cost.select("q", "k", "v", "o")
+  parts = (kernels.flops, cost.select("scores").flops, cost.select("ff").flops)
+  assert [round(100 * part / sum(parts)) for part in parts] == [32, 4, 64]
+  params = kernels.params / 1e6, cost.select("scores").params, cost.select("ff").params / 1e6
+  assert params == (pytest.approx(28.31, abs=0.011), 0, pytest.approx(56.62, abs=0.011))
 
 
 # --- networks, by hand and by what others publish -------------------------------------------------
@@ -91,6 +99,35 @@ def test_t5():
   assert cost.flops == 2 * (products + scores + o * d * config.vocab_size)
   scanned = t5_cost(dataclasses.replace(config, scan_layers=True, remat_policy="minimal"))
   assert scanned.flops == cost.flops
+  for place, macs in (
+    ("decoder/cross/k", n * i * d * joined),
+    ("encoder/ff", n * i * d * m * (inputs + 1)),
+    ("decoder/cross/scores", 2 * n * i * o * joined),
+  ):
+    assert scanned.select(place).flops == cost.select(place).flops == 2 * macs, place
+
+
+def test_forward_and_backward_are_xlas():
+  """XLA counts the same forward, and three of them in a step of training."""
+
+  def attend(p, x, y):
+    split = lambda z: z.reshape(z.shape[0], 2, -1)
+    q, k, v = split(x @ p["q"]), split(y @ p["k"]), split(y @ p["v"])
+    values = jnp.einsum("hts,shd->thd", jnp.einsum("thd,shd->hts", q, k), v)
+    return values.reshape(len(x), -1) @ p["o"]
+
+  params = {name: shape(48, 32) for name in "qkv"} | {"o": shape(32, 48)}
+  x, y = shape(12, 48), shape(20, 48)
+  count = lambda f, *args: jax.jit(f).lower(*args).cost_analysis()["flops"]
+  cost = flops.forward(attend, params, x, y)
+  assert cost.flops == count(attend, params, x, y)
+
+  def step(p, x, y, cotangent):
+    out, pullback = jax.vjp(attend, p, x, y)
+    return out, pullback(cotangent)
+
+  sums = 20 * 48  # y feeds k and v, so its two gradients are added
+  assert count(step, params, x, y, x) - sums == flops.training(cost, {}, steps=1).flops
 
 
 # --- rules and training ---------------------------------------------------------------------------
@@ -112,7 +149,7 @@ PATH = ((5, "4:8", 0.0), (12, "2:8", 0.5), (20, "2:8", 0.0))  # D rises from 0, 
 
 @pytest.mark.parametrize(
   "name, fields",
-  [("sr_ste", {}), ("mdgf_exponential", {"gradient": "straight_through"}),
+  [("sr_ste", {}), ("mdgf_linear", {}), ("mdgf_exponential", {"gradient": "straight_through"}),
    ("sdgf_stepwise", {"decay_kind": "linear"}), ("custom", {"path": PATH})],
 )  # fmt: skip
 def test_training_is_the_sum_of_its_steps(name, fields):
@@ -133,6 +170,8 @@ def test_training_is_the_sum_of_its_steps(name, fields):
   "call, word",
   [
     (lambda c: c.select("conv"), "names nothing"),
+    (lambda c: flops.inference(c, {"q": "1:16"}), "multiple of 16"),
+    (lambda c: flops.training(c, {}), "`steps`"),
     (lambda c: flops.training(c, {"ff": RECIPE}, steps=50), "50 and 100 steps"),
   ],
 )
