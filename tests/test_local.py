@@ -17,7 +17,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from checkpoint_files import assert_same, read
+from checkpoint_files import read
+from reference_arrays import assert_same
 
 import nm_sparsity_jax as nms
 from nm_sparsity_jax import cli

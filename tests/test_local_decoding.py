@@ -24,11 +24,12 @@ def test_with_a_beam_for_every_text_the_search_finds_the_best(scan_layers):
     num_decoder_layers=2, mlp_activations=("gelu", "linear"), dropout_rate=0.0,
     scan_layers=scan_layers,
   ))  # fmt: skip
-  rng = np.random.default_rng(3)
+  rng = np.random.default_rng(2)
   inputs = rng.integers(2, TOKENS, (5, 6)).astype(np.int32)
   inputs[1, 3:] = inputs[3, 5:] = 0
   shapes = jax.eval_shape(net.init, jax.random.key(0), inputs, inputs, inputs)["params"]
   params = jax.tree.map(lambda x: jnp.asarray(rng.normal(size=x.shape) / 2, jnp.float32), shapes)
+  params["decoder"]["logits_dense"]["kernel"] *= 2  # else most texts end at once
   run = jax.jit(lambda p, x: decoding.beam_search(net, p, x, LENGTH, 64, EOS))
   ids, scores = run(params, inputs)
 

@@ -157,9 +157,7 @@ def test_metrics_of_decoded_texts(config, pairs, want):
 
 def test_bleu_is_of_the_corpus_in_international_tokens():
   bleu = lambda target, said: metrics.bleu(target, said)["bleu"]
-  # No 4-gram of 3 is right, so it is smoothed to 1 / (2 * 3); letters keep their case.
-  found = bleu(["the cat sat on the mat"], ["the cat is on the mat"])
-  assert found == pytest.approx(100 * (5 / 6 * 3 / 5 * 1 / 4 * 1 / 6) ** 0.25)
+  # Letters keep their case.
   found = bleu(["a b c d", "e f g h"], ["a b c d", "E f g h"])
   assert found == pytest.approx(100 * (7 / 8 * 5 / 6 * 3 / 4 * 1 / 2) ** 0.25)
   assert bleu(["„a“, b c"], ["„ a “ , b c"]) == pytest.approx(100)
@@ -350,7 +348,6 @@ HEAD = "index|sentence1|sentence2|label\n"
   [
     ("wnli", "RTE/train.tsv", "WNLI/train.tsv.*GLUE_DATA_DIR"),
     ("rte", f"RTE/train.tsv\n{HEAD}0|A|B|entailment\n1|A|B|Entailment", "line 3.*'Ent"),
-    ("rte", f"RTE/train.tsv\n{HEAD}0|A|B|\udcff", "UTF-8"),
   ],
 )
 def test_what_is_wrong_with_a_folder_is_said_before_training(

@@ -14,7 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from checkpoint_files import assert_same, read
+from checkpoint_files import read
+from reference_arrays import assert_same
 
 from nm_sparsity_jax import cli
 from nm_sparsity_jax.core.trees import flatten
