@@ -137,7 +137,7 @@ def test_a_checkpoint_without_rules_needs_them_and_notes_them(command, tmp_path)
     np.testing.assert_array_equal(w, want[name])
   # What was finalized knows its rules; others may be given.
   assert command("verify", tmp_path / "checkpoint_0")[0] == 0
-  assert command("verify", tmp_path / "checkpoint_0", "--rules", "{'ff': '1:2', 'o|q': '1:4'}")[0]
+  assert command("verify", tmp_path / "checkpoint_0", "--rules", "{'o|q': '1:4'}")[0] == 1
 
 
 def test_rules_that_are_not_those_of_the_run_are_refused(command, tmp_path):
