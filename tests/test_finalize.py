@@ -88,7 +88,7 @@ def test_zeros_are_those_of_finalize_and_are_proven(
   code, report = command("finalize", "run", "out")
   path = "out/checkpoint_112"
   assert not code and report["ok"] and report["checkpoint"] == path
-  found = load(path)
+  found = load(tmp_path / path)
   want = dict(flatten(nms.finalize(run.params, run.rules, 12, run.state, early=True)))
   got = dict(flatten(found["target"]))
   assert got.keys() == want.keys() == SHAPES.keys()
