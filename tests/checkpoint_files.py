@@ -26,14 +26,6 @@ def read(folder, number):
   return dict(flatten(load(pathlib.Path(folder) / f"checkpoint_{number}")))
 
 
-def assert_same(got, want):
-  """Compares keys, values and dtypes."""
-  assert got.keys() == want.keys()
-  for key in want:
-    np.testing.assert_array_equal(got[key], want[key], err_msg=key)
-    assert got[key].dtype == want[key].dtype
-
-
 # --- written as other programs write them ---------------------------------------------------------
 
 

@@ -76,15 +76,19 @@ def command(capsys):
   [("mdgf_exponential", "Orbax", np.float32), ("snip", "Orbax", ml_dtypes.bfloat16),
    ("idp", "T5X", np.float32)],
 )  # fmt: skip
-def test_zeros_are_those_of_finalize_and_are_proven(command, tmp_path, recipe, kind, dtype):
+def test_zeros_are_those_of_finalize_and_are_proven(
+  command, tmp_path, monkeypatch, recipe, kind, dtype
+):
+  """A folder stands for its newest checkpoint; Orbax wants absolute paths, users do not."""
+  monkeypatch.chdir(tmp_path)
   run = Run(recipe, dtype=dtype)
   run.write(tmp_path / "run", kind)
-  code, before = command("verify", tmp_path / "run")
+  code, before = command("verify", "run")
   assert code == 1 and all(p["bad_groups"] == p["groups"] for p in before["places"])
-  code, report = command("finalize", tmp_path / "run", tmp_path / "out")
-  path = tmp_path / "out/checkpoint_112"
-  assert not code and report["ok"] and report["checkpoint"] == str(path)
-  found = load(path)
+  code, report = command("finalize", "run", "out")
+  path = "out/checkpoint_112"
+  assert not code and report["ok"] and report["checkpoint"] == path
+  found = load(tmp_path / path)
   want = dict(flatten(nms.finalize(run.params, run.rules, 12, run.state, early=True)))
   got = dict(flatten(found["target"]))
   assert got.keys() == want.keys() == SHAPES.keys()
@@ -103,20 +107,8 @@ def test_zeros_are_those_of_finalize_and_are_proven(command, tmp_path, recipe, k
     gone = np.asarray(want[place["path"]]) == 0
     assert report["removed"][place["path"]] == pytest.approx(w[gone].sum() / w.sum())
 
-  code, again = command("finalize", path, tmp_path / "again")
+  code, again = command("finalize", path, "again")
   assert not code and {*again["removed"].values()} == {0}
-
-
-def test_a_folder_stands_for_its_newest_checkpoint_and_text_is_printed(
-  tmp_path, capsys, monkeypatch
-):
-  monkeypatch.chdir(tmp_path)  # Orbax wants absolute paths; users do not
-  for step in (9, 12):
-    Run("sr_ste", step).write(tmp_path / "run")
-  assert cli.main(["finalize", "run", "out"]) == 0
-  out = capsys.readouterr().out
-  assert "out/checkpoint_112 (Orbax, step 112, sparse step 12)" in out
-  assert "ff: sr_ste 1:4, total=12" in out and "sum of |w|" in out and out.endswith("ok\n")
 
 
 @pytest.mark.parametrize("recipe, step", [("mdgf_linear", 4), ("idp", 3)])
@@ -127,7 +119,7 @@ def test_a_schedule_that_is_not_over_is_refused_unless_early(command, tmp_path, 
   code, report = command("finalize", path, tmp_path / "out", "--early")
   assert not code and report["ok"]
   path = Run(recipe, 8).write(tmp_path)  # the first step at which it is over
-  assert not command("finalize", path, tmp_path / "out8")[0]
+  assert command("finalize", path, tmp_path / "out8")[0] == 0
 
 
 # --- rules --------------------------------------------------------------------------------------
@@ -143,26 +135,14 @@ def test_a_checkpoint_without_rules_needs_them_and_notes_them(command, tmp_path)
   want = dict(flatten(nms.finalize(draw(), made, 0, early=True)))
   for name, w in flatten(load(tmp_path / "checkpoint_0")["target"]):
     np.testing.assert_array_equal(w, want[name])
-  # Each command knows the rules of what was finalized; others may be given.
-  for name, *out in (
-    ["verify"],
-    ["finalize", tmp_path / "b"],
-    ["pack", tmp_path / "a.safetensors"],
-  ):
-    assert not command(name, tmp_path / "checkpoint_0", *out)[0]
-  assert command("verify", tmp_path / "checkpoint_0", "--rules", "{'ff': '1:2', 'o|q': '1:4'}")[0]
+  # What was finalized knows its rules; others may be given.
+  assert command("verify", tmp_path / "checkpoint_0")[0] == 0
+  assert command("verify", tmp_path / "checkpoint_0", "--rules", "{'o|q': '1:4'}")[0] == 1
 
 
-@pytest.mark.parametrize(
-  "rules, word",
-  [
-    ("{'ff': '1:2'}", str(PLACES)),
-  ],
-)
-def test_wrong_rules_are_refused_in_a_line(command, tmp_path, rules, word):
-  code, text = command("verify", Run().write(tmp_path), "--rules", rules)
-  assert code == 1 and word in text and text.count("\n") == 1
-  assert "places" in command("verify", tmp_path, "--rules", str(PLACES))[1]  # its own: fine
+def test_rules_that_are_not_those_of_the_run_are_refused(command, tmp_path):
+  code, text = command("verify", Run().write(tmp_path), "--rules", "{'ff': '1:2'}")
+  assert code == 1 and str(PLACES) in text
 
 
 def test_a_stacked_kernel_needs_its_axis(command, tmp_path):
@@ -177,17 +157,13 @@ def test_a_stacked_kernel_needs_its_axis(command, tmp_path):
   # What `finalize` notes has the axes, which other rules take over.
   assert not command("finalize", path, tmp_path / "out", *flags, *axes)[0]
   assert not command("verify", tmp_path / "out", "--rules", "{'ff': '2:4'}")[0]
-  assert "leave them out" in command("verify", tmp_path / "out", *axes)[1]
 
 
 # --- what can go wrong --------------------------------------------------------------------------
 
 
-def largest(folder, pattern):
-  return max((p for p in folder.rglob(pattern) if p.is_file()), key=lambda p: p.stat().st_size)
-
-
-def cut(path):
+def cut(folder, pattern):
+  path = max((p for p in folder.rglob(pattern) if p.is_file()), key=lambda p: p.stat().st_size)
   path.write_bytes(path.read_bytes()[: path.stat().st_size // 3])
 
 
@@ -196,11 +172,9 @@ def cut(path):
 @pytest.mark.parametrize(
   "kind, harm",
   [
-    ("Orbax", lambda c: cut(largest(c, "d/*"))),
-    ("Orbax", lambda c: cut(c / "state/_METADATA")),
-    ("T5X", lambda c: cut(c / "checkpoint")),
-    ("T5X", lambda c: cut(largest(c, "target*wo.kernel/0.0"))),
-    ("T5X", lambda c: largest(c, "target*wo.kernel/0.0").unlink()),
+    ("Orbax", lambda c: cut(c, "d/*")),
+    ("T5X", lambda c: cut(c, "checkpoint")),
+    ("T5X", lambda c: next(c.rglob("target*wo.kernel/0.0")).unlink()),  # zarr reads zeros
   ],
 )
 def test_damage_is_named_and_nothing_is_left(kind, harm, tmp_path):
@@ -213,13 +187,10 @@ def test_damage_is_named_and_nothing_is_left(kind, harm, tmp_path):
 
 def test_what_is_no_checkpoint_and_outputs_that_cannot_be(command, tmp_path):
   path = Run().write(tmp_path / "run")
-  (tmp_path / "file").write_text("x")
   before = sorted(tmp_path.rglob("*"))
   for argv, word in (
     (["verify", tmp_path / "nowhere"], "there is no checkpoint"),
-    (["verify", tmp_path / "file"], "is not a checkpoint"),
     (["finalize", path, tmp_path / "run"], "is there already"),
-    (["finalize", path, tmp_path / "file"], "File exists"),
     (["finalize", path, "gs://bucket/x"], "on a local disk"),
   ):
     code, text = command(*argv)

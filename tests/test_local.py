@@ -17,7 +17,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from checkpoint_files import assert_same, read
+from checkpoint_files import read
+from reference_arrays import assert_same
 
 import nm_sparsity_jax as nms
 from nm_sparsity_jax import cli
@@ -104,7 +105,7 @@ def lines(folder, room="train"):
 # --- the thread --------------------------------------------------------------------------------
 
 
-def test_learns_dense_then_sparse_from_that_checkpoint(tmp_path, capfd):
+def test_learns_dense_then_sparse_from_that_checkpoint(tmp_path):
   dense, sparse = tmp_path / "dense", tmp_path / "sparse"
   packed = source_of(pack=True)
   steps = dict(eval_period=60, checkpoint_period=None, stats_period=20)
@@ -126,25 +127,18 @@ def test_learns_dense_then_sparse_from_that_checkpoint(tmp_path, capfd):
   best = min((160, 180), key=lambda s: found[s]["loss"]["nm_test_sort"])
   assert set(folders.steps(sparse)) == {best, 180}
   assert lines(sparse)[1]["loss"] < 0.5  # started from the dense weights
-  sampled = [x for x in lines(sparse) if "nm/density" in x]
-  assert [(x["step"], x["nm/density"]) for x in sampled] == [(140, 1), (160, 0.25), (180, 0.25)]
-  assert {"nm/D", "nm/flip_rate/all", "nm/second_moment_var/all"} < set(sampled[0])
-  out = capfd.readouterr().err
-  assert "step 160/180  loss" in out and "1:4  density 0.25" in out and "tokens/s" in out
+  sampled = [(x["step"], x["nm/density"]) for x in lines(sparse) if "nm/density" in x]
+  assert sampled == [(140, 1), (160, 0.25), (180, 0.25)]
 
-  # What seqio and T5X would have written.
-  room = "training_eval/nm_test_sort"
+  # What seqio would have written.
   (scores,) = (sparse / "inference_eval").glob("nm_test_sort-metrics.jsonl")
   scores = [json.loads(x) for x in scores.read_text().splitlines()]
   assert [x["step"] for x in scores] == [140, 160, 180]
   assert scores[-1]["letters"] == found[180]["metrics"]["nm_test_sort"]["letters"] > 0.2
-  assert list((sparse / room).glob("events.*"))
-  assert nms.runs.verify(sparse / "checkpoint_180").ok
-
-  # `evaluate` says the same of the same checkpoint; `infer` writes what was judged there.
   checkpoint = str(sparse / "checkpoint_180")
-  assert train.evaluate(model, EVALUATION, checkpoint, str(tmp_path / "e")) == 0
-  assert lines(tmp_path / "e", room)[0] == lines(sparse, room)[-1]
+  assert nms.runs.verify(checkpoint).ok
+
+  # `infer` writes what was judged there.
   assert train.infer(model, EVALUATION, checkpoint, str(tmp_path / "i")) == 0
   text = (tmp_path / "i/nm_test_sort-predict.jsonl-00000-of-00001").read_text()
   rows = [json.loads(x) for x in text.splitlines()]
@@ -192,8 +186,6 @@ def test_resumed_is_uninterrupted_bit_for_bit(whole, tmp_path):
   assert any("/mask/" in k and k.endswith("wo/kernel") for k in whole[1])
   losses = lambda folder: [(x["step"], x["loss"]) for x in lines(folder)]
   assert losses(tmp_path) == losses(whole[0])
-  noted = json.loads((tmp_path / "run.json").read_text())
-  assert noted["processes"][0]["environment"]["jax"] == jax.__version__ and noted["start"] == 0
 
 
 def test_an_evaluation_that_a_kill_cut_off_is_made_up_for(tmp_path):
@@ -236,14 +228,12 @@ def test_a_full_disk_loses_nothing(whole, tmp_path):
     resource.setrlimit(resource.RLIMIT_FSIZE, limits)
   assert train.train(hard(tmp_path)) == 0
   assert_same(read(tmp_path, 24), whole[1])
-  assert [x["step"] for x in lines(tmp_path)] == list(range(1, 25))
 
 
-@pytest.mark.parametrize("file", ["_METADATA", "d/*"])
-def test_a_truncated_checkpoint_is_named(file, whole, tmp_path):
+def test_a_truncated_checkpoint_is_named(whole, tmp_path):
   shutil.copytree(whole[0], tmp_path, dirs_exist_ok=True)
-  state = tmp_path / "checkpoint_24/state"
-  cut = max(state.glob(file), key=lambda path: path.stat().st_size)
+  data = (tmp_path / "checkpoint_24/state").glob("d/*")
+  cut = max(data, key=lambda path: path.stat().st_size)
   cut.write_bytes(cut.read_bytes()[: cut.stat().st_size // 2])
   with pytest.raises(ValueError, match="checkpoint_24 cannot be read"):
     train.train(hard(tmp_path))
@@ -266,9 +256,6 @@ def test_a_removal_that_is_cut_off_leaves_no_checkpoint(tmp_path, monkeypatch):
   assert [path.name for path in tmp_path.iterdir()] == ["checkpoint_2"]
 
 
-GIN = ["local_train.gin", "local_adamw.gin"]
-
-
 def command(*names, **macros):
   root = pathlib.Path(__file__).resolve().parents[1]
   files = [f"gin_configs/runs/{name}" for name in names] + ["tests/local_tiny.gin"]
@@ -279,17 +266,16 @@ def command(*names, **macros):
 
 
 @pytest.mark.parametrize(
-  "change, words",
+  "macros, words",
   [
-    (dict(MODEL_DIR="/dev/null/run"), "Not a directory"),
-    (dict(NUM_PARTITIONS=3), "NUM_PARTITIONS=3 does not divide"),
-    (dict(SPARSE_STEPS=None, RECIPE="dense"), "SPARSE_STEPS=None"),
+    (dict(NUM_PARTITIONS=3, SPARSE_STEPS=9), "NUM_PARTITIONS=3 does not divide"),
+    (dict(SPARSE_STEPS=None), "SPARSE_STEPS=None"),
   ],
-  ids=lambda x: next(iter(x)) if isinstance(x, dict) else "",
 )
-def test_mistakes_are_one_line(change, words, tmp_path, capsys):
-  macros = dict(RECIPE="sr_ste", PATTERN="1:4", SPARSE_STEPS=9, MODEL_DIR=str(tmp_path)) | change
-  assert cli.main(["train", *command(*GIN, **macros)]) == 1
+def test_mistakes_are_one_line(macros, words, tmp_path, capsys):
+  names = ["local_train.gin", "local_adamw.gin"]
+  where = dict(RECIPE="dense", MODEL_DIR=str(tmp_path))
+  assert cli.main(["train", *command(*names, **where, **macros)]) == 1
   error = capsys.readouterr().err
   assert words in error and len(error.splitlines()) == 1, error
 
@@ -345,7 +331,6 @@ LAST = noted(3, True, 0.5, f1=3.0, error=0.3)
   "rows, metric, best",
   [
     ([EARLY, FIRST, LAST], None, 2),
-    ([EARLY, FIRST, LAST], "f1", 3),
     ([EARLY, FIRST, LAST], "error", 2),
     ([EARLY], None, None),
     # A correlation of equal predictions is NaN, early on.

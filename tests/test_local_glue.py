@@ -58,14 +58,9 @@ def test_train_score_infer(tmp_path, capsys):
   last = json.loads((run / "evaluations.json").read_text())[-1]["metrics"]
   assert {task: c["values"] for task, c in row["columns"].items()} == last
   assert {c["step"] for c in row["columns"].values()} == {4}
-  assert row["recipe"] == "sr_ste" and row["places"] == {"ff": "1:4"}
 
   where = dict(CHECKPOINT_PATH=str(run / "checkpoint_4"), INFER_OUTPUT_DIR=str(out))
   assert call("infer", "local_infer.gin", **where) == 0
   for task in last:
     file = out / f"{task}-predict.jsonl-00000-of-00001"
     assert [i for i, _ in submission.read(file)] == list(range(10))
-    lines = [json.loads(line)["inputs"] for line in file.read_text().splitlines()]
-    assert {line["targets_pretokenized"] for line in lines} == {"<unk>"}
-    assert all(x["inputs_pretokenized"].startswith("mnli hypothesis: ") for x in lines)
-  assert not [p for p in out.iterdir() if p.suffix == ".tmp"]

@@ -72,7 +72,7 @@ SCANNED = {"network.T5Config.preset.scan_layers": True}
   "more", [{}, pytest.param(SCANNED, marks=pytest.mark.slow)], ids=["layers", "scan"]
 )
 def test_infer_says_token_by_token_what_the_finalized_one_says(
-  finalized, packed, multiplied, more, tmp_path, capsys
+  finalized, packed, multiplied, more, tmp_path
 ):
   said = []
   for path, settings in ((finalized, {}), (packed, more)):
@@ -81,7 +81,6 @@ def test_infer_says_token_by_token_what_the_finalized_one_says(
     (file,) = out.glob("*.jsonl-*")
     said.append([json.loads(line)["prediction"] for line in file.read_text().splitlines()])
   assert said[0] == said[1] and len(set(said[0])) > 3
-  assert f"{packed}: packed" in capsys.readouterr().out
   assert len(multiplied) > 2 * 15  # of fifteen kernels: once prepared, and where they are traced
 
 
@@ -101,24 +100,14 @@ def test_with_memory_every_kernel_stays_packed(packed, tmp_path, monkeypatch):
 def test_bench_takes_a_checkpoint_and_a_packed_file(finalized, packed, capsys, monkeypatch):
   monkeypatch.setattr(choice, "speed", lambda *_: 2.0)  # no kernel so small stays packed else
   for path in (finalized, packed):
-    argv = ["bench", str(path), *test_local.command(), "--inputs=8"]
-    assert cli.main([*argv, "--json"]) == 0
-    told = json.loads(capsys.readouterr().out)
-    assert told["title"] == str(path)
-    assert [t["what"] for t in told["timings"]] == ["the inputs", "inputs and 16 tokens"]
-    assert all(0 < t["packed_bytes"] < t["dense_bytes"] for t in told["timings"])
+    assert cli.main(["bench", str(path), *test_local.command(), "--inputs=8", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)["timings"]
+    assert [t["what"] for t in told] == ["the inputs", "inputs and 16 tokens"]
 
 
-@pytest.mark.parametrize(
-  "macros, said",
-  [
-    ({"network.T5Config.preset.mlp_dim": 64}, "another model: 6 of another shape"),
-    (dict(PATTERN="1:4"), "1:4"),
-  ],
-)
-def test_a_file_that_does_not_fit_is_refused(macros, said, packed, tmp_path, capsys):
-  assert cli.main(words("infer", packed, tmp_path / "out", **macros)) == 1
-  assert said in capsys.readouterr().err
+def test_a_file_of_another_pattern_is_refused(packed, tmp_path, capsys):
+  assert cli.main(words("infer", packed, tmp_path / "out", PATTERN="1:4")) == 1
+  assert "1:4" in capsys.readouterr().err
 
 
 def test_plan_finds_every_parameter_of_a_network_that_scans(packed, tmp_path, capsys):

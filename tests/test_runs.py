@@ -11,7 +11,6 @@ import pytest
 
 import nm_sparsity_jax as nms
 from nm_sparsity_jax.analysis import run_folder
-from nm_sparsity_jax.runs import checkpoint as reader
 from nm_sparsity_jax.runs import files, folders, lock, settings, signals
 from nm_sparsity_jax.training import configure
 
@@ -25,22 +24,17 @@ def checkpoint(folder, step, state="state"):
   return path
 
 
-def test_the_newest_is_of_the_highest_number_and_half_ones_do_not_count(tmp_path, monkeypatch):
+def test_the_newest_is_of_the_highest_number_and_half_ones_do_not_count(tmp_path):
   for step in (9, 10, 100):
     checkpoint(tmp_path, step)
   for name in ("checkpoint_200", "checkpoint_0300", "checkpoint_400.removed", "checkpoint_x"):
     (tmp_path / name).mkdir()
   (tmp_path / "checkpoint_500").symlink_to(tmp_path / "nowhere")
   assert folders.steps(tmp_path) == [9, 10, 100]
-  newest = f"{tmp_path}/checkpoint_100"
-  assert folders.latest(f"{tmp_path}/") == newest == reader.find(str(tmp_path))
-  monkeypatch.chdir(tmp_path.parent)
-  assert folders.latest(tmp_path.name) == f"{tmp_path.name}/checkpoint_100"
+  assert folders.latest(tmp_path) == f"{tmp_path}/checkpoint_100"
   (tmp_path / "checkpoint_200/checkpoint").write_text("x")  # of T5X's own format
   assert folders.latest(tmp_path) == f"{tmp_path}/checkpoint_200"
   assert folders.latest(tmp_path / "nowhere") is None
-  with pytest.raises(ValueError, match="is not a checkpoint"):
-    reader.read(str(tmp_path / "checkpoint_x"))
 
 
 # --- what was trained ---------------------------------------------------------------------------
@@ -70,16 +64,14 @@ def test_the_rules_are_those_of_the_macros_where_no_checkpoint_tells(tmp_path):
     nms.runs.rules_of(tmp_path)
 
 
-@pytest.mark.parametrize("recipe", ["dense", "sr_ste", "one_shot", "mdgf_linear", "sdgf_stepwise"])
-def test_from_which_step_on_a_run_has_its_target_pattern(recipe, tmp_path):
+@pytest.mark.parametrize("recipe, target", [("dense", 0), ("sr_ste", 1010), ("mdgf_linear", 1070)])
+def test_from_which_step_on_a_run_has_its_target_pattern(recipe, target, tmp_path):
   macros(
     tmp_path, RECIPE=recipe, PATTERN="1:8", SPARSITY_RULES={"ff": None}, SPARSE_STEPS=100,
     DENSE_STEPS=10, FINETUNE_STEPS=20, PRETRAINED_STEPS=1000,
   )  # fmt: skip
   run = run_folder.Run(tmp_path)
-  assert run.recipe == recipe and [*run.sparse] == ([] if recipe == "dense" else ["ff"])
-  targets = {"dense": 0, "mdgf_linear": 1070, "sdgf_stepwise": 1062}
-  assert run.target == targets.get(recipe, 1010)
+  assert (run.recipe, run.target) == (recipe, target)
 
 
 # --- settings that a resumed run must share -------------------------------------------------------
@@ -88,12 +80,9 @@ def test_from_which_step_on_a_run_has_its_target_pattern(recipe, tmp_path):
 @pytest.mark.parametrize(
   "old, new, found",
   [
-    (1, True, [("x", "1", "True")]),
     (math.nan, math.nan, []),
-    ([1, 2], [1, 3], [("x/1", "2", "3")]),
-    ({"a": 1}, {"b": 1}, [("x/a", "1", "not set"), ("x/b", "not set", "1")]),
+    ([1, 2], [True, 3], [("x/0", "1", "True"), ("x/1", "2", "3")]),
     ({"": "F", "a": 1}, {"": "G", "b": 1}, [("x", "'F'", "'G'")]),
-    ({"a": None, "b": []}, {"a": None, "b": 2}, [("x/b", "[]", "2")]),
   ],
 )  # fmt: skip
 def test_differences_name_the_innermost(old, new, found):
@@ -168,15 +157,13 @@ def send(*numbers):
 
 
 def test_the_first_signal_is_noted_and_a_second_ctrl_c_interrupts():
-  handlers = lambda: (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM))
-  before = handlers()
+  before = signal.getsignal(signal.SIGINT)
   with signals.Signals() as stop:
-    assert stop.name is None
     send(signal.SIGTERM, signal.SIGTERM, signal.SIGINT, signal.SIGTERM)
     assert stop.name == "SIGTERM"
     with pytest.raises(KeyboardInterrupt):
       send(signal.SIGINT)
-  assert handlers() == before
+  assert signal.getsignal(signal.SIGINT) == before
 
 
 def test_signals_are_passed_to_the_child_of_the_moment():

@@ -157,9 +157,7 @@ def test_metrics_of_decoded_texts(config, pairs, want):
 
 def test_bleu_is_of_the_corpus_in_international_tokens():
   bleu = lambda target, said: metrics.bleu(target, said)["bleu"]
-  # No 4-gram of 3 is right, so it is smoothed to 1 / (2 * 3); letters keep their case.
-  found = bleu(["the cat sat on the mat"], ["the cat is on the mat"])
-  assert found == pytest.approx(100 * (5 / 6 * 3 / 5 * 1 / 4 * 1 / 6) ** 0.25)
+  # Letters keep their case.
   found = bleu(["a b c d", "e f g h"], ["a b c d", "E f g h"])
   assert found == pytest.approx(100 * (7 / 8 * 5 / 6 * 3 / 4 * 1 / 2) ** 0.25)
   assert bleu(["„a“, b c"], ["„ a “ , b c"]) == pytest.approx(100)
@@ -278,7 +276,7 @@ def write(folder, text):
       path.write_bytes(b"")
     else:
       line = line.replace("|", "\t") + "\n"
-      with path.open("a", encoding="utf-8", errors="surrogateescape") as file:
+      with path.open("a", encoding="utf-8") as file:
         file.write(line)
 
 
@@ -350,7 +348,6 @@ HEAD = "index|sentence1|sentence2|label\n"
   [
     ("wnli", "RTE/train.tsv", "WNLI/train.tsv.*GLUE_DATA_DIR"),
     ("rte", f"RTE/train.tsv\n{HEAD}0|A|B|entailment\n1|A|B|Entailment", "line 3.*'Ent"),
-    ("rte", f"RTE/train.tsv\n{HEAD}0|A|B|\udcff", "UTF-8"),
   ],
 )
 def test_what_is_wrong_with_a_folder_is_said_before_training(
@@ -384,20 +381,10 @@ d\u2028e
 """
 
 
-@pytest.fixture
-def wmt(tmp_path):
-  """Registers the translation tasks on text files."""
-
-  def register(text):
-    write(tmp_path, text)
-    t5x_tasks.register_wmt(vocabulary=BYTES, data_dir=str(tmp_path / "wmt"))
-
-  return register
-
-
-def test_two_text_files(wmt):
+def test_two_text_files(tmp_path):
   """A pair with an empty side is left out."""
-  wmt(TWO)
+  write(tmp_path, TWO)
+  t5x_tasks.register_wmt(vocabulary=BYTES, data_dir=str(tmp_path / "wmt"))
 
   def read(name, split, lengths=None):
     data = seqio.get_mixture_or_task(name).get_dataset(lengths, split, shuffle=False)
@@ -415,26 +402,16 @@ def test_two_text_files(wmt):
   assert x["inputs"].tolist() == [*BYTES.encode("tra"), 1]  # trimmed, then ended
 
 
-@pytest.fixture
-def fifty(wmt):
-  """Tasks of fifty examples each -> the number of an example of its source."""
-  lines = "\n".join(map(str, range(50)))
-  wmt(f"wmt/train-wmt17.en\n{lines}\nwmt/train-wmt17.de\n{lines}")
+def test_sources_are_shuffled_by_their_seed_and_shards_are_disjoint():
   t5x_tasks.register_mini(rows={"train": 50}, seed=3)
+  source = seqio.get_mixture_or_task("nm_glue_mini_rte").source
 
-  def numbers(name, **kwargs):
-    source = seqio.get_mixture_or_task(name).source
-    examples = source.get_dataset("train", **kwargs).as_numpy_iterator()
-    return [int(x["en" if "wmt" in name else "idx"]) for x in examples]
+  def numbers(**kwargs):
+    return [int(x["idx"]) for x in source.get_dataset("train", **kwargs).as_numpy_iterator()]
 
-  return numbers
-
-
-@pytest.mark.parametrize("name", ["nm_wmt17_ende", "nm_glue_mini_rte"])
-def test_sources_are_shuffled_by_their_seed_and_shards_are_disjoint(fifty, name):
-  assert fifty(name, shuffle=False) == list(range(50)) == sorted(fifty(name, shuffle=True))
-  assert fifty(name, seed=1) == fifty(name, seed=1) != fifty(name, seed=2)
+  assert numbers(shuffle=False) == list(range(50)) == sorted(numbers(shuffle=True))
+  assert numbers(seed=1) == numbers(seed=1) != numbers(seed=2)
   # Three processes that know nothing of each other read each row once, without a seed too.
-  shards = [fifty(name, shuffle=True, shard_info=seqio.ShardInfo(i, 3)) for i in range(3)]
+  shards = [numbers(shuffle=True, shard_info=seqio.ShardInfo(i, 3)) for i in range(3)]
   assert sorted(sum(shards, [])) == list(range(50))
   assert {len(shard) for shard in shards} == {16, 17} and sorted(shards[0]) != shards[0]

@@ -9,7 +9,7 @@ import optax
 import pytest
 
 from nm_sparsity_jax.deploy import timm
-from nm_sparsity_jax.models import resnet, swin, vit
+from nm_sparsity_jax.models import resnet, swin
 from nm_sparsity_jax.trainer import workloads
 from nm_sparsity_jax.trainer.images import rebus
 from nm_sparsity_jax.trainer.workloads import vision
@@ -21,8 +21,6 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # what it imports warns on it
 with warnings.catch_warnings():
   warnings.simplefilter("ignore")
   from nm_sparsity_jax.trainer import checkpoints, optimizers, step
-
-DECAY = 0.75
 
 
 def resnet_of(**fields):
@@ -111,29 +109,19 @@ def test_rows_are_mixed_with_their_partner_by_the_share_of_its_target(mixup, cut
 # --- devices and the average --------------------------------------------------------------------
 
 
-VIT = vit.ViT(vit.config("vit_test", patch=8))
+def test_devices_change_nothing():
+  """Parameters, statistics, sums and the average of two steps are those of one device.
 
-
-@pytest.mark.parametrize(
-  "network, mixing, split",
-  [
-    # Batch statistics are those of the whole batch, and pairs are mixed as on one device.
-    (resnet_of(), dict(mixup=0.8, cutmix=1.0, label_smoothing=0.1), (8, 1, 1)),
-    (VIT, {}, (1, 1, 4)),
-  ],
-  ids=["statistics", "microbatches"],
-)
-def test_devices_and_microbatches_change_nothing(network, mixing, split):
-  """Parameters, statistics, sums and the average of two steps are those of one device."""
+  Batch statistics are those of the whole batch, and pairs are mixed as on one device.
+  """
   key, optimizer, found = jax.random.PRNGKey(0), optax.sgd(0.1), []
-  workload = images_of(16, network, **mixing)
-  rules = configure.rules({".*/(fc.|conv3)/kernel": "1:8"}, "mdgf_linear", sparse_steps=4)
-  for devices, partitions, parts in ((1, 1, 1), split):
-    chosen = jax.devices()[:devices]
-    model = step.Model(workload, rules, partitions, chosen, ema_decay=DECAY)
+  workload = images_of(16, mixup=0.8, cutmix=1.0, label_smoothing=0.1)
+  rules = configure.rules({".*/conv3/kernel": "1:8"}, "mdgf_linear", sparse_steps=4)
+  for devices in (1, 8):
+    model = step.Model(workload, rules, devices=jax.devices()[:devices], ema_decay=0.75)
     params, collections = model.initial(key)
     state = model.begin(params, optimizer, 0, collections)
-    update = model.train_step(optimizer, key, parts)
+    update = model.train_step(optimizer, key)
     for i in range(2):
       state, sums = update(state, model.put(next(workload.batches(0, i))))
     found.append(jax.device_get((state.params, state.collections, state.average, sums)))
@@ -163,8 +151,6 @@ def test_a_cosine_falls_from_the_warm_up_to_the_last_step():
     wanted = optax.warmup_cosine_decay_schedule(0.0, 0.5, 10, 110)
     for at in (0, 1, 10, 11, 60, 109, 110, 200):
       assert float(rate(at)) == pytest.approx(max(float(wanted(at)), 1e-8), rel=1e-5, abs=1e-7)
-  with pytest.raises(ValueError, match="SPARSE_STEPS=None"):
-    optimizers.learning_rate(0.1, "cosine_decay", 10)
 
 
 # --- what is refused ----------------------------------------------------------------------------
@@ -178,7 +164,7 @@ def test_labels_without_a_class_are_refused_where_they_are_read():
 
 
 def test_a_run_starts_from_timms_weights(tmp_path):
-  """Every array of the file, batch statistics too; a file of another network is refused."""
+  """Every array of the file, batch statistics too."""
   model = step.Model(images_of(), devices=jax.devices()[:1])
   params, collections = model.initial(jax.random.PRNGKey(7))
   collections = jax.tree.map(lambda x: x + 0.25, collections)
@@ -186,17 +172,9 @@ def test_a_run_starts_from_timms_weights(tmp_path):
   timm.write(path, {"params": params, **collections})
   got = checkpoints.load_initial(path, model, jax.random.PRNGKey(0))
   jax.tree.map(np.testing.assert_array_equal, got, (params, collections, 0))
-  with pytest.raises(ValueError, match=r"resnet.safetensors"):
-    checkpoints.opened(path, step.Model(images_of(network=resnet_of(widths=(16,)))))
 
 
-@pytest.mark.parametrize(
-  "network, settings",
-  [
-    (swin.Swin(swin.config("swinv2_test")), {"window": 4}),
-    (vit.ViT(vit.config("vit_test")), {"heads": 2}),
-  ],
-)
-def test_what_no_shape_reveals_of_a_network_is_noted(network, settings):
+def test_what_no_shape_reveals_of_a_network_is_noted():
+  network = swin.Swin(swin.config("swinv2_test"))
   noted = workloads.describe(images_of(network=network))["network_settings"]
-  assert noted.items() >= settings.items()
+  assert noted["window"] == 4

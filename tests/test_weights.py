@@ -84,14 +84,12 @@ def test_batch_statistics_are_timms_but_for_the_unbiased_variance_of_torch():
   run = functools.partial(network(name).apply, train=True, mutable=["batch_stats"])
   logits, new = jax.jit(run)(old, x)
   assert_close(logits, known.arrays[f"{name}/train_logits"], "logits in training")
-  # A norm, and how many numbers of a channel it sees in the batch.
-  for norm, count in ((["bn1"], 8 * 16**2), (["layer4_0", "bn3"], 8)):
-    before, mine = (functools.reduce(dict.get, norm, x["batch_stats"]) for x in (old, new))
-    there = timm.name_of("/".join(["batch_stats", *norm, "mean"])).name
-    np.testing.assert_allclose(mine["mean"], known.arrays[f"{name}/new/{there}"], 2e-5, 2e-6)
-    added = (mine["var"] - 0.9 * before["var"]) * count / (count - 1)
-    theirs = known.arrays[f"{name}/new/{there.replace('mean', 'var')}"]
-    np.testing.assert_allclose(0.9 * before["var"] + added, theirs, 2e-5, 2e-6)
+  before, mine = (x["batch_stats"]["layer4_0"]["bn3"] for x in (old, new))
+  count, theirs = 8, f"{name}/new/layer4.0.bn3.running"  # numbers of a channel in the batch
+  np.testing.assert_allclose(mine["mean"], known.arrays[f"{theirs}_mean"], 2e-5, 2e-6)
+  added = (mine["var"] - 0.9 * before["var"]) * count / (count - 1)
+  got = 0.9 * before["var"] + added
+  np.testing.assert_allclose(got, known.arrays[f"{theirs}_var"], 2e-5, 2e-6)
 
 
 def test_the_committed_reference_is_what_timm_computes():
@@ -114,31 +112,20 @@ def test_weights_come_back_bit_for_bit_and_every_name_is_accounted_for(name, tmp
     {"layers.0.blocks.1.attn.k_bias": np.zeros(16, np.float32)} if name == "swinv2_test" else {}
   )
   assert_same(timm.from_timm(tensors | derived), variables)  # derived tensors are not read
-  half = {key: x.astype(jnp.bfloat16) for key, x in tensors.items()}
-  assert {x.dtype.name for x in jax.tree.leaves(timm.from_timm(half, shapes))} == {"float32"}
 
 
 @pytest.mark.parametrize(
-  "name, changed, changes, word",
+  "changed, changes, word",
   [
-    ("vit_test", dict(cls_tokens=np.zeros(1)), {}, "1 unknown .cls_tokens"),
-    ("vit_test", {}, dict(image_size=32), r"pos_embed is \(1, 17, 32\) there"),
-    ("vit_test", {}, dict(layers=3), "12 of 44 missing"),
+    (dict(cls_tokens=np.zeros(1)), {}, "1 unknown .cls_tokens"),
+    ({}, dict(image_size=32), r"pos_embed is \(1, 17, 32\) there"),
+    ({}, dict(layers=3), "12 of 44 missing"),
   ],
 )
-def test_tensors_of_another_network_are_refused(name, changed, changes, word):
-  net = network(name, **changes)
+def test_tensors_of_another_network_are_refused(changed, changes, word):
+  net = network("vit_test", **changes)
   with pytest.raises(ValueError, match=word):
-    timm.from_timm(tensors_of(name) | changed, shapes_of(net))
-
-
-def test_another_family_is_refused_in_both_directions():
-  for translate, arrays in (
-    (timm.from_timm, {"head.weight": np.zeros((3, 4))}),
-    (timm.to_timm, {"params": {"head": {"kernel": np.zeros((3, 4))}}}),
-  ):
-    with pytest.raises(ValueError, match="not of timm's ViT"):
-      translate(arrays)
+    timm.from_timm(tensors_of("vit_test") | changed, shapes_of(net))
 
 
 def test_a_checkpoint_of_another_window_is_refused(tmp_path):

@@ -1,9 +1,8 @@
-"""Model families outside the package and of images go through every command and resume."""
+"""Image networks go through every command and resume; what a workload of your own gets."""
 
 import json
 import os
 import pathlib
-import shutil
 import signal
 import subprocess
 import sys
@@ -15,14 +14,16 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from checkpoint_files import assert_same, read
+from checkpoint_files import read
+from reference_arrays import assert_same
 
 from nm_sparsity_jax import cli
 from nm_sparsity_jax.core.trees import flatten
-from nm_sparsity_jax.integrations import gin_files
+from nm_sparsity_jax.models import resnet
 from nm_sparsity_jax.runs import checkpoint, folders
 from nm_sparsity_jax.trainer import workloads
 from nm_sparsity_jax.trainer.images import rebus
+from nm_sparsity_jax.trainer.workloads import vision
 from nm_sparsity_jax.training import configure, flops
 
 pytest.importorskip("clu", reason="the local runner needs clu: pip install -e '.[local]'")
@@ -33,92 +34,46 @@ with warnings.catch_warnings():
   from nm_sparsity_jax.trainer import checkpoints, evaluation, step, train
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
-EXAMPLE = ROOT / "examples" / "own_workload"
-sys.path.append(str(EXAMPLE))
+sys.path.append(str(ROOT / "examples" / "own_workload"))
 import own_workload  # noqa: E402
 
 STEPS, MIDDLE = 16, 8
-# All phases, and all that is drawn or kept beside parameters.
-MACROS = dict(
-  RECIPE="idp", PATTERN="1:8", SPARSE_STEPS=STEPS, DENSE_STEPS=4, FINETUNE_STEPS=4,
-  EVAL_PERIOD=MIDDLE, CHECKPOINT_PERIOD=1, STATS_PERIOD=1, METRICS_EVERY=MIDDLE,
-  KEEP_CHECKPOINTS=None, WARMUP_STEPS=1, LEARNING_RATE=0.02,
-)  # fmt: skip
 DATA = dict(DATA="rebus", BATCH_SIZE=8, LOSS="sigmoid", DROP_PATH=0.2)  # evaluations need it too
-IMAGES = DATA | dict(
-  SPARSITY_RULES={"conv": None}, MIXUP=0.5, CUTMIX=1.0, LABEL_SMOOTHING=0.1, CLIP_NORM=1.0,
-  EMA_DECAY=0.5, EVAL_STEPS=2,
+# All phases, and all that is drawn or kept beside parameters.
+MACROS = DATA | dict(
+  RECIPE="idp", PATTERN="1:8", SPARSITY_RULES={"conv": None}, SPARSE_STEPS=STEPS, DENSE_STEPS=4,
+  FINETUNE_STEPS=4, EVAL_PERIOD=MIDDLE, CHECKPOINT_PERIOD=1, STATS_PERIOD=1, METRICS_EVERY=MIDDLE,
+  KEEP_CHECKPOINTS=None, WARMUP_STEPS=1, LEARNING_RATE=0.02, MIXUP=0.5, CUTMIX=1.0,
+  LABEL_SMOOTHING=0.1, CLIP_NORM=1.0, EMA_DECAY=0.5, EVAL_STEPS=2,
 )  # fmt: skip
-TINY = """
-from __gin__ import dynamic_registration
-from nm_sparsity_jax.models import resnet
-include 'gin_configs/models/resnet.gin'
-IMAGE_SIZE = 16
-CLASSES = 10
-resnet.config:
-  name = 'resnet_test'
-  depths = (1,)
-  widths = (8,)
-"""
 
 
-class Run:
-  """A whole run by the command, of an MLP of the example or of a tiny ResNet on images."""
+def words(*names, **macros):
+  """The flags of a command."""
+  files = [*(f"gin_configs/runs/{name}.gin" for name in names), "tests/images_tiny.gin"]
+  return [
+    f"--gin_search_paths={ROOT}", *(f"--gin_file={name}" for name in files),
+    *(f"--gin.{name}={value!r}" for name, value in macros.items()),
+  ]  # fmt: skip
 
-  def __init__(self, name, folder):
-    self.folder, self.own = folder / "run", name == "own"
-    self.gin = EXAMPLE / "own_workload.gin" if self.own else folder / "tiny.gin"
-    if not self.own:
-      self.gin.write_text(TINY)
 
-  def files(self, kind):
-    run = f"local_{'workload' if self.own else 'images'}"
-    optimizer = "local_adamw" if self.own else "local_images_adamw"
-    names = [f"gin_configs/runs/{run}{kind}.gin", str(self.gin)]
-    return names + [f"gin_configs/runs/{optimizer}.gin"] * (not kind)
+def train_words(folder, **macros):
+  macros = MACROS | macros | {"MODEL_DIR": str(folder)}
+  return ["train", *words("local_images", "local_images_adamw", **macros)]
 
-  def macros(self, kind=""):
-    return ({} if kind else MACROS) | ({} if self.own else DATA if kind else IMAGES)
 
-  def words(self, kind="", **macros):
-    """The flags of a command."""
-    return [
-      f"--gin_search_paths={gin_files.folder()}",
-      *(f"--gin_file={name}" for name in self.files(kind)),
-      *(f"--gin.{name}={value!r}" for name, value in (self.macros(kind) | macros).items()),
-    ]
-
-  def train(self, folder):
-    return cli.main(["train", *self.words(MODEL_DIR=str(folder))])
-
-  def call(self, name, path, out, **macros):
-    where = dict(CHECKPOINT_PATH=str(path)) | {f"{name.upper()}_OUTPUT_DIR": str(out)}
-    return cli.main([name, *self.words(f"_{name}", **where, **macros)])
-
-  def model(self):
-    bindings = [f"{name} = {value!r}" for name, value in self.macros().items()]
-    with gin_files.Config(
-      [gin_files.folder()], self.files(""), [*bindings, "MODEL_DIR = '-'"], "train"
-    ) as config:
-      return config.argument("run").model
+def look(name, path, out, **macros):
+  """Evaluates a checkpoint, or infers from it."""
+  where = dict(CHECKPOINT_PATH=str(path)) | {f"{name.upper()}_OUTPUT_DIR": str(out)}
+  return cli.main([name, *words(f"local_images_{name}", **(DATA | where | macros))])
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory):
-  made = {}
-
-  def get(name):
-    if name not in made:
-      made[name] = Run(name, tmp_path_factory.mktemp(name))
-      assert made[name].train(made[name].folder) == 0
-    return made[name]
-
-  return get
-
-
-@pytest.fixture(params=["own", "images"])
-def run(request, runs):
-  return runs(request.param)
+def run(tmp_path_factory):
+  """The folder of a whole run by the command, of a tiny ResNet."""
+  folder = tmp_path_factory.mktemp("images")
+  assert cli.main(train_words(folder)) == 0
+  return folder
 
 
 def lines_of(folder, room="train"):
@@ -129,26 +84,18 @@ def lines_of(folder, room="train"):
 
 
 def test_it_trains_and_says_what_it_is(run, tmp_path):
-  saved, metric = read(run.folder, STEPS), "absolute_error" if run.own else "accuracy"
-  means = [x for k, x in saved.items() if k.startswith("flax_mutables/") and k.endswith("mean")]
-  assert means and all(map(np.any, means)) and any("nm_sparsity/mask" in k for k in saved)
-  assert any(k.startswith("state/average/target/") for k in saved) != run.own
-  lines = lines_of(run.folder)
-  assert {metric, "grad_norm", "update_norm", "learning_rate"} < set(lines[-1])
+  lines = lines_of(run)
+  assert {"accuracy", "grad_norm", "update_norm", "learning_rate"} < set(lines[-1])
   assert [x["step"] for x in lines if "nm/density" in x] == [MIDDLE, STEPS]
-  found = folders.evaluations(run.folder).values()
-  assert [e["at_target"] for e in found] == [False, True]
-  assert all(metric in e["metrics"]["validation"] for e in found)
-  noted = json.loads((run.folder / "run.json").read_text())["workload"]
-  assert noted["class"].endswith("own_workload.Regression" if run.own else ".vision.Images")
-  params = sum(x.size for k, x in saved.items() if k.startswith("target/"))
+  noted = json.loads((run / "run.json").read_text())["workload"]
+  params = sum(x.size for k, x in read(run, STEPS).items() if k.startswith("target/"))
   assert flops.Cost(tuple(flops.Op(**op) for op in noted["ops"])).params == params
-  assert cli.main(["report", str(run.folder), "--out", str(tmp_path / "report.html")]) == 0
+  assert cli.main(["report", str(run), "--out", str(tmp_path / "report.html")]) == 0
 
 
-def test_the_average_is_that_of_parameters_and_statistics_after_each_update(runs):
+def test_the_average_is_that_of_parameters_and_statistics_after_each_update(run):
   """By numpy, from the checkpoints of all steps; of kernels it is that of W."""
-  at, dense = {i: read(runs("images").folder, i) for i in range(1, 5)}, "state/nm_sparsity/dense/"
+  at, dense = {i: read(run, i) for i in range(1, 5)}, "state/nm_sparsity/dense/"
   for saved in at.values():
     saved.update({k.replace(dense, "target/"): x for k, x in saved.items() if k.startswith(dense)})
   keys = [k for k in at[1] if k.startswith(("target/", "flax_mutables/batch_stats/"))]
@@ -160,108 +107,83 @@ def test_the_average_is_that_of_parameters_and_statistics_after_each_update(runs
       np.testing.assert_allclose(at[i][f"state/average/{key}"], average, rtol=1e-4, atol=1e-6)
 
 
-def assert_same_run(folder, run):
-  assert_same(read(folder, STEPS), read(run.folder, STEPS))
-  for room in ("train", "training_eval/validation"):
-    assert lines_of(folder, room) == lines_of(run.folder, room)
-  assert folders.evaluations(folder) == folders.evaluations(run.folder)
-
-
-def test_killed_and_resumed_it_has_the_same_bits(runs, tmp_path):
-  run, folder = runs("own"), tmp_path / "run"
-  flags = run.words(MODEL_DIR=str(folder))
-  command = [sys.executable, "-m", "nm_sparsity_jax.cli", "train", *flags]
-  env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(EXAMPLE), str(ROOT)])}
-  env["JAX_NUM_CPU_DEVICES"] = str(jax.device_count())  # sums depend on it
-  with subprocess.Popen(command, env=env, stderr=subprocess.DEVNULL) as process:
+def test_killed_and_resumed_it_has_the_same_bits(run, tmp_path):
+  """Also where the kill left a part of a checkpoint."""
+  folder = tmp_path / "run"
+  argv = train_words(folder)
+  # Sums depend on the number of devices.
+  env = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_NUM_CPU_DEVICES": str(jax.device_count())}
+  with subprocess.Popen(
+    [sys.executable, "-m", "nm_sparsity_jax.cli", *argv], env=env, stderr=subprocess.DEVNULL
+  ) as process:
     while not folders.steps(folder)[1:] and process.poll() is None:
       time.sleep(0.02)
     process.send_signal(signal.SIGKILL)
   assert process.returncode == -signal.SIGKILL and folders.steps(folder)[-1] < STEPS
-  assert run.train(folder) == 0
-  assert_same_run(folder, run)
+  (folder / f"checkpoint_{STEPS}.orbax-checkpoint-tmp-7/state").mkdir(parents=True)
+  assert cli.main(argv) == 0
+  assert_same(read(folder, STEPS), read(run, STEPS))
+  for room in ("train", "training_eval/validation"):
+    assert lines_of(folder, room) == lines_of(run, room)
+  assert folders.evaluations(folder) == folders.evaluations(run)
 
 
-def test_resumed_from_what_a_kill_leaves_it_has_the_same_bits(runs, tmp_path):
-  """The checkpoints so far, and a part of the next."""
-  run, folder, done = runs("images"), tmp_path / "run", 6
-  shutil.copytree(run.folder, folder)
-  for later in range(done + 1, STEPS + 1):
-    shutil.rmtree(folder / f"checkpoint_{later}")
-  (folder / f"checkpoint_{done + 1}.orbax-checkpoint-tmp-7/state").mkdir(parents=True)
-  assert run.train(folder) == 0
-  assert_same_run(folder, run)
-
-
-def predicted(folder, split="validation"):
-  text = (folder / f"{split}-predict.jsonl-00000-of-00001").read_text()
-  return [json.loads(line) for line in text.splitlines()]
-
-
-def test_eval_and_infer_say_what_the_run_says_of_a_checkpoint(run, tmp_path, capsys):
-  middle, few = run.folder / f"checkpoint_{MIDDLE}", {} if run.own else dict(EVAL_STEPS=2)
-  assert run.call("eval", middle, tmp_path / "e", **few) == 0
-  assert ("the moving average of its parameters" in capsys.readouterr().out) != run.own
+def test_eval_and_infer_say_what_the_run_says_of_a_checkpoint(run, tmp_path):
+  middle = run / f"checkpoint_{MIDDLE}"
+  assert look("eval", middle, tmp_path / "e", EVAL_STEPS=2) == 0
   (alone,) = lines_of(tmp_path / "e", "training_eval/validation")
-  assert alone == lines_of(run.folder, "training_eval/validation")[0]
+  assert alone == lines_of(run, "training_eval/validation")[0]
 
-  assert run.call("infer", middle, tmp_path / "i") == 0
-  rows = predicted(tmp_path / "i")
-  splits = own_workload.Regression().splits() if run.own else rebus.Rebus(8).splits()
-  batches, key = list(splits["validation"]), "y" if run.own else "label"
-  wanted = np.concatenate([batch[key] for batch in batches])
+  assert look("infer", middle, tmp_path / "i") == 0
+  text = (tmp_path / "i/validation-predict.jsonl-00000-of-00001").read_text()
+  rows = [json.loads(line) for line in text.splitlines()]
+  wanted = np.concatenate([batch["label"] for batch in rebus.Rebus(8).splits()["validation"]])
   assert [row["inputs"]["idx"] for row in rows] == list(range(len(wanted)))
-  said = np.array([row["prediction"]["output" if run.own else "label"] for row in rows])
-  if run.own:
-    assert np.abs(said - wanted).mean() == pytest.approx(alone["absolute_error"], rel=1e-4)
-  else:
-    assert (said == wanted)[:16].mean() == pytest.approx(alone["accuracy"])
+  said = np.array([row["prediction"]["label"] for row in rows])
+  assert (said == wanted)[:16].mean() == pytest.approx(alone["accuracy"])
 
 
 def test_what_is_scored_is_finalized(run, tmp_path):
-  """Without an average the parameters are n:m already; an average is one of dense weights."""
-  end, model = f"checkpoint_{STEPS}", run.model()
-  assert (cli.main(["verify", str(run.folder)]) == 0) == run.own
-  assert cli.main(["verify", str(run.folder / f"checkpoint_{MIDDLE}")]) == 1
-  assert cli.main(["finalize", str(run.folder), str(tmp_path)]) == 0
+  """The average, which is one of dense weights."""
+  rules = configure.rules({"conv": None}, "idp", pattern="1:8", sparse_steps=STEPS,
+                          dense_steps=4, finetune_steps=4)  # fmt: skip
+  network = resnet.ResNet(resnet.config("resnet_test", image_size=16, depths=(1,), widths=(8,)))
+  model = step.Model(vision.Images(network, rebus.Rebus(8)), rules, devices=jax.devices()[:1])
+  assert cli.main(["verify", str(run)]) == 1
+  assert cli.main(["finalize", str(run), str(tmp_path)]) == 0
   assert cli.main(["verify", str(tmp_path)]) == 0
+  end = f"checkpoint_{STEPS}"
   load = lambda path: checkpoints.load_for_evaluation(checkpoint.read(path), model)
   final = load(str(tmp_path / end))
-  jax.tree.map(np.testing.assert_array_equal, final, load(str(run.folder / end)))
+  jax.tree.map(np.testing.assert_array_equal, final, load(str(run / end)))
   # A next run takes the finalized weights, or the dense average with a warning.
   start = lambda folder: checkpoints.load_initial(f"{folder}/{end}", model, jax.random.key(0))
-  params, kept, number = start(tmp_path)
+  params, kept, _ = start(tmp_path)
   jax.tree.map(np.testing.assert_array_equal, {"params": params, **kept}, final)
-  assert number == STEPS
-  with warnings.catch_warnings(record=True) as seen:
-    warnings.simplefilter("always")
-    params, kept, _ = start(run.folder)
-  assert any("not finalized" in str(w.message) for w in seen) != run.own
-  saved, average = read(run.folder, STEPS), "" if run.own else "state/average/"
+  with pytest.warns(UserWarning, match="not finalized"):
+    params, kept, _ = start(run)
+  saved = read(run, STEPS)
   for name, leaf in flatten({"target": params, "flax_mutables": kept}):
-    np.testing.assert_array_equal(leaf, saved[average + name])
+    np.testing.assert_array_equal(leaf, saved[f"state/average/{name}"])
 
 
-def test_a_run_goes_on_with_its_own_settings_alone(runs, capsys):
-  run = runs("own")
-  where = dict(MODEL_DIR=str(run.folder), PATTERN="1:4", LEARNING_RATE=0.5, STATS_PERIOD=3)
-  before = {p: p.stat().st_mtime_ns for p in run.folder.rglob("*")}
-  assert cli.main(["train", *run.words(**where)]) == 1
+def test_a_run_goes_on_with_its_own_settings_alone(run, capsys):
+  before = {p: p.stat().st_mtime_ns for p in run.rglob("*")}
+  assert cli.main(train_words(run, PATTERN="1:4", LEARNING_RATE=0.5)) == 1
   said = capsys.readouterr().err
   assert "rate was 0.02, and is 0.5" in said and "pattern was '1:8', and is '1:4'" in said
-  assert {p: p.stat().st_mtime_ns for p in run.folder.rglob("*")} == before
+  assert {p: p.stat().st_mtime_ns for p in run.rglob("*")} == before
 
 
-@pytest.mark.parametrize(
-  "macros, word",
-  [(dict(EVAL_SPLIT="tset"), "EVAL_SPLIT='tset'"), (dict(PATTERN="1:4"), "PATTERN='1:4'")],
-)
-def test_an_evaluation_that_does_not_fit_writes_nothing(macros, word, runs, tmp_path, capsys):
-  path = runs("own").folder / f"checkpoint_{MIDDLE}"
-  assert runs("own").call("eval", path, tmp_path / "new", **macros) == 1
-  assert word in capsys.readouterr().err and not (tmp_path / "new").exists()
-  assert runs("own").call("eval", path, path.parent) == 1
-  assert "holds a run" in capsys.readouterr().err
+def test_an_evaluation_that_does_not_fit_writes_nothing(run, tmp_path, capsys):
+  path = run / f"checkpoint_{MIDDLE}"
+  for out, macros, word in (
+    (tmp_path / "new", dict(EVAL_SPLIT="tset"), "EVAL_SPLIT='tset'"),
+    (tmp_path / "new", dict(PATTERN="1:4"), "PATTERN='1:4'"),
+    (run, {}, "holds a run"),
+  ):
+    assert look("eval", path, out, **macros) == 1
+    assert word in capsys.readouterr().err and not (tmp_path / "new").exists()
 
 
 # --- predictions --------------------------------------------------------------------------------
@@ -318,8 +240,8 @@ class Weighed(workloads.Workload):
     return jnp.sum(self.scale * batch["x"] * (1 - params["w"])), sums, state
 
 
-@pytest.mark.parametrize("scale, moved", [(2.0, 1.0), (2.0**-9, 1.0), (0.0, 0.0)])
-def test_the_gradient_is_that_of_the_mean_however_small_the_weight(scale, moved):
+@pytest.mark.parametrize("scale", [2.0**-9, 0.0])
+def test_the_gradient_is_that_of_the_mean_however_small_the_weight(scale):
   """Without any weight there is nothing to divide. State goes through each microbatch."""
   optimizer, key = optax.sgd(1.0), jax.random.PRNGKey(0)
   model = step.Model(Weighed(scale), devices=jax.devices()[:1])
@@ -328,10 +250,8 @@ def test_the_gradient_is_that_of_the_mean_however_small_the_weight(scale, moved)
     state = model.begin(params, optimizer, 0, state)
     batch = model.put({"x": np.ones(4, np.float32)})
     state, sums = model.train_step(optimizer, key, parts)(state, batch)
-    assert state.params["w"] == moved and sums["rows"] == 4 * scale
+    assert state.params["w"] == float(scale > 0) and sums["rows"] == 4 * scale
     assert state.collections["seen"]["rows"] == 4
-  sums = {"loss": 2 * scale, "rows": scale}
-  assert Weighed(scale).scalars(sums) == {"loss": 2.0 if scale else 0.0}
 
 
 # --- what is incomplete -------------------------------------------------------------------------
@@ -346,7 +266,6 @@ def test_a_tracker_of_your_own_gets_what_the_files_get(tmp_path):
   )  # fmt: skip
   assert train.train(run) == 0
   rooms = "train", "training_eval/validation"
-  assert {*seen} == {*rooms, "inference_eval/validation"}  # seqio writes files of the third
   assert [seen[room] for room in rooms] == [lines_of(tmp_path, room) for room in rooms]
 
 
