@@ -12,6 +12,7 @@ import test_weights as images
 
 import nm_sparsity_jax as nms
 from nm_sparsity_jax import cli
+from nm_sparsity_jax.core import files
 from nm_sparsity_jax.core.packed import NMPacked
 from nm_sparsity_jax.core.trees import flatten
 from nm_sparsity_jax.deploy import (
@@ -116,7 +117,7 @@ def test_a_file_is_compared_by_its_header(tmp_path, monkeypatch):
   file, net = tmp_path / "model.safetensors", images.network("vit_test")
   safetensors_file.write(file, images.tensors_of("vit_test"))
   unread = lambda *_: pytest.fail("it read a tensor")
-  monkeypatch.setattr(safetensors_file.Lazy, "__array__", unread)
+  monkeypatch.setattr(files.Lazy, "__array__", unread)
   checkpoint.read(str(file), images.shapes_of(net), net.config)
   other = images.shapes_of(images.network("vit_test", classes=7))
   with pytest.raises(ValueError, match=r"another network: .* there and \(7,\) here"):
