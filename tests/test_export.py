@@ -11,6 +11,7 @@ import test_weights as images
 
 import nm_sparsity_jax as nms
 from nm_sparsity_jax import cli
+from nm_sparsity_jax.core import files
 from nm_sparsity_jax.core.packed import NMPacked
 from nm_sparsity_jax.core.trees import flatten
 from nm_sparsity_jax.deploy import (
@@ -107,6 +108,18 @@ def test_export_writes_timms_names_with_the_zeros_and_proves_them(name, tmp_path
   assert run("verify", file, "--rules", {first: "1:4", second: "2:8"}) == 0
   assert run("verify", file, "--rules", {first: "1:8"}) == 1
   assert "holds no rules" in refused(capsys, "verify", file)
+
+
+def test_a_file_is_compared_by_its_header(tmp_path, monkeypatch):
+  """`plan` and `sweep` read no tensor of a start from timm's weights."""
+  file, net = tmp_path / "model.safetensors", images.network("vit_test")
+  safetensors_file.write(file, images.tensors_of("vit_test"))
+  unread = lambda *_: pytest.fail("it read a tensor")
+  monkeypatch.setattr(files.Lazy, "__array__", unread)
+  checkpoint.read(str(file), images.shapes_of(net), net.config)
+  other = images.shapes_of(images.network("vit_test", classes=7))
+  with pytest.raises(ValueError, match=r"another network: .* there and \(7,\) here"):
+    checkpoint.read(str(file), other)
 
 
 # --- T5 -----------------------------------------------------------------------------------------

@@ -5,7 +5,8 @@
     FOLDER -> [Folder] -> config, tensors; params -> [write] -> another FOLDER
 
 A folder has config.json and model.safetensors, or several files that an index names. Trees are
-those of T5X and of `models.t5`, scanned or not.
+those of T5X and of `models.t5`, scanned or not. `names.Name` says how an array lies in either
+library; `unstack_layers` says which arrays a scan stacks.
 """
 
 from __future__ import annotations
@@ -23,10 +24,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from nm_sparsity_jax.core.files import Lazy, whole
 from nm_sparsity_jax.core.trees import flatten, nested
 from nm_sparsity_jax.deploy import names, safetensors_file
 from nm_sparsity_jax.deploy.names import Name, difference
-from nm_sparsity_jax.deploy.safetensors_file import Lazy
 from nm_sparsity_jax.deploy.unstack_layers import apart_all, restacked, without_scan
 from nm_sparsity_jax.models.t5 import T5Config, Transformer
 
@@ -37,8 +38,8 @@ _PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 # --- the table of names ---------------------------------------------------------------------------
 
 _SHARED, _HEAD = "shared.weight", "lm_head.weight"
-# What becomes what in a key, in this order. The MLP is the last part of a layer, behind two kinds
-# of attention in the decoder.
+# Regex -> its replacement, applied to a key from top to bottom: each one sees what those above it
+# made. The MLP is the last part of a layer, behind two kinds of attention in the decoder.
 _NAMES = (
   ("token_embedder/embedding", "shared"),
   ("decoder/logits_dense", "lm_head"),
@@ -68,6 +69,12 @@ def name_of(key: str) -> Name:
 
   >>> name_of("decoder/layers_3/mlp/wi_0/kernel").name
   'decoder.block.3.layer.2.DenseReluDense.wi_0.weight'
+  >>> name_of("encoder/layers_3/pre_mlp_layer_norm/scale").name
+  'encoder.block.3.layer.1.layer_norm.weight'
+  >>> name_of("decoder/layers_3/encoder_decoder_attention/query/kernel").name
+  'decoder.block.3.layer.1.EncDecAttention.q.weight'
+  >>> name_of("encoder/relpos_bias/rel_embedding").name
+  'encoder.block.0.layer.0.SelfAttention.relative_attention_bias.weight'
   """
   name = key
   for ours, theirs in _NAMES:
@@ -124,30 +131,35 @@ def config_of(shapes: Mapping[str, tuple[int, ...]], what: str) -> T5Config:
   """
   likes = {key: jax.ShapeDtypeStruct(shape, jnp.float32) for key, shape in shapes.items()}
   layers = {key: x.shape for key, x in apart_all(likes).items()}
-  depth = lambda stack: len([k for k in layers if re.search(rf"{stack}/.*/pre_mlp_layer_norm", k)])
   first = "encoder/layers_0"
-  is_gated = f"{first}/mlp/wi_0/kernel" in layers
   try:
     vocab, embed = shapes["token_embedder/embedding"]
     heads = layers["encoder/relpos_bias/rel_embedding"][0]
-    config = T5Config(
-      vocab,
-      emb_dim=embed,
-      num_heads=heads,
-      head_dim=layers[f"{first}/attention/query/kernel"][1] // heads,
-      num_encoder_layers=depth("encoder"),
-      num_decoder_layers=depth("decoder"),
-      mlp_dim=layers[f"{first}/mlp/wo/kernel"][0],
-      mlp_activations=("gelu", "linear") if is_gated else ("relu",),
-      logits_via_embedding="decoder/logits_dense/kernel" not in layers,
-      scan_layers="encoder/encoder/mlp/wo/kernel" in shapes,
-    )
-    said = difference(shapes_of(config), shapes)
+    query = layers[f"{first}/attention/query/kernel"]
+    mlp_out = layers[f"{first}/mlp/wo/kernel"]
   except KeyError as e:
-    said = f"{e.args[0]!r} is missing"
-  if said:
+    raise ValueError(f"{what} is not of T5X's T5: {e.args[0]!r} is missing.") from e
+
+  def depth(stack: str) -> int:
+    # Every layer has one norm of this name.
+    return len([key for key in layers if re.search(rf"{stack}/.*/pre_mlp_layer_norm", key)])
+
+  is_gated = f"{first}/mlp/wi_0/kernel" in layers
+  config = T5Config(
+    vocab,
+    emb_dim=embed,
+    num_heads=heads,
+    head_dim=query[1] // heads,
+    num_encoder_layers=depth("encoder"),
+    num_decoder_layers=depth("decoder"),
+    mlp_dim=mlp_out[0],
+    mlp_activations=("gelu", "linear") if is_gated else ("relu",),
+    logits_via_embedding="decoder/logits_dense/kernel" not in layers,
+    scan_layers="encoder/encoder/mlp/wo/kernel" in shapes,
+  )
+  if said := difference(shapes_of(config), shapes):
     raise ValueError(f"{what} is not of T5X's T5: {said}.")
-  return config  # pyright: ignore[reportPossiblyUnbound]
+  return config
 
 
 # --- there and back -------------------------------------------------------------------------------
@@ -223,7 +235,7 @@ def write(path: str | os.PathLike, params: Mapping[str, Any], config: T5Config) 
   """
   tensors = to_huggingface(params, config)
   values = to_json(config, str(tensors[_SHARED].dtype))
-  with safetensors_file.whole(path) as unfinished:
+  with whole(path) as unfinished:
     unfinished.mkdir()
     safetensors_file.write(unfinished / _WEIGHTS, tensors)
     (unfinished / _CONFIG).write_text(json.dumps(values, indent=2, sort_keys=True) + "\n")
@@ -238,7 +250,7 @@ _FIXED = {
   "relative_attention_max_distance": 128,
 }
 # `feed_forward_proj` -> activations. flax's gelu is the approximation by tanh, their `gelu_new`.
-ACTIVATIONS = {
+_ACTIVATIONS = {
   "relu": ("relu",),
   "gated-gelu": ("gelu", "linear"),
   "gated-relu": ("relu", "linear"),
@@ -256,13 +268,16 @@ def from_json(found: Mapping[str, Any], what: str) -> T5Config:
     what: says in an error what was looked at.
 
   Raises:
-    ValueError: it is of another model, or of a T5 that differs from T5X's in more than sizes.
+    ValueError: a size is missing; or it is of another model, or of a T5 that differs from T5X's in
+      more than sizes.
   """
   for name, value in {"model_type": "t5", **_FIXED}.items():
     if found.get(name, _FIXED.get(name)) != value:
       raise ValueError(f"{what}: {name} is {found.get(name)!r}, and {value!r} in every T5 of T5X.")
   # The first T5s have as many decoder layers as encoder layers, and say it once.
-  known = {"num_decoder_layers": found["num_layers"], **found}
+  known = {"num_decoder_layers": found.get("num_layers"), **found}
+  if missing := [name for name in _SIZES.values() if name not in known]:
+    raise ValueError(f"{what} has no {' and no '.join(missing)}.")
   # T5 1.0 ties its logits to the embedding and scales them by d_model ** -0.5; T5 1.1 does neither.
   # `tie_word_embeddings` says both, but transformers 5 saves it as true for T5 1.1 as well, and
   # says by `scale_decoder_outputs` which one it is.
@@ -285,10 +300,10 @@ def activations_of(words: str, what: str) -> tuple[str, ...]:
     words: its value.
     what: says in an error what was looked at.
   """
-  if words not in ACTIVATIONS:
-    known = ", ".join(ACTIVATIONS)
+  if words not in _ACTIVATIONS:
+    known = ", ".join(_ACTIVATIONS)
     raise ValueError(f"{what}: feed_forward_proj is {words!r}: choose one of {known}.")
-  return ACTIVATIONS[words]
+  return _ACTIVATIONS[words]
 
 
 def to_json(config: T5Config, dtype: str = "float32") -> dict[str, Any]:
@@ -302,15 +317,21 @@ def to_json(config: T5Config, dtype: str = "float32") -> dict[str, Any]:
     dtype: of the tensors, as numpy calls it.
 
   Raises:
-    KeyError: transformers has no such activations.
+    ValueError: transformers has no such activations.
   """
-  words = {of: word for word, of in ACTIVATIONS.items()}
+  words = {of: word for word, of in _ACTIVATIONS.items()}
+  activations = tuple(config.mlp_activations)
+  if activations not in words:
+    raise ValueError(
+      f"{_CONFIG} has no feed_forward_proj for mlp_activations={activations}: choose one of "
+      f"{', '.join(map(str, words))}."
+    )
   return {
     "architectures": ["T5ForConditionalGeneration"],
     "model_type": "t5",
     **{name: getattr(config, field) for field, name in _SIZES.items()},
     **_FIXED,
-    "feed_forward_proj": words[tuple(config.mlp_activations)],
+    "feed_forward_proj": words[activations],
     "dropout_rate": config.dropout_rate,
     "tie_word_embeddings": bool(config.logits_via_embedding),
     "is_encoder_decoder": True,
@@ -341,13 +362,12 @@ class Folder:
     path: of the folder, on a local disk.
 
   Attributes:
-    path: of the folder.
-    config: what they say; without a scan.
+    config: what config.json says; without a scan.
     tensors: name -> array, which is read when it is asked for.
 
   Raises:
-    ValueError: the tensors are pickled or damaged, or they are not those of config.json: all names
-      are in one error.
+    ValueError: the tensors are absent, pickled or damaged, or they are not those of config.json:
+      all names are in one error.
   """
 
   def __init__(self, path: str | os.PathLike):
@@ -360,6 +380,7 @@ class Folder:
       files = set(json.loads((folder / _INDEX).read_bytes())["weight_map"].values())
     elif not (folder / _WEIGHTS).is_file():
       safetensors_file.refuse_pickled(folder / _PICKLED[0])
+      raise ValueError(f"{self.path!r} holds no tensors: there is no {_WEIGHTS} and no {_INDEX}.")
     self.tensors: dict[str, Lazy] = {}
     for file in sorted(files):
       self.tensors |= safetensors_file.Opened(folder / file).tensors

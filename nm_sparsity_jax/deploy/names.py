@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from nm_sparsity_jax.deploy.safetensors_file import Lazy
+from nm_sparsity_jax.core.files import Lazy
 
 
 @dataclasses.dataclass(frozen=True)

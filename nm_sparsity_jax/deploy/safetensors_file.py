@@ -9,18 +9,15 @@ opened, so none is.
 
 from __future__ import annotations
 
-import contextlib
-import dataclasses
 import os
-import pathlib
-import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import ml_dtypes  # noqa: F401  numpy then knows bfloat16
 import numpy as np
 import safetensors.numpy
 
+from nm_sparsity_jax.core.files import Lazy, whole
 from nm_sparsity_jax.core.text import first_line
 
 SUFFIX = ".safetensors"
@@ -31,24 +28,6 @@ _DTYPES = {
   "I32": "int32", "I16": "int16", "I8": "int8", "U64": "uint64", "U32": "uint32", "U16": "uint16",
   "U8": "uint8", "BOOL": "bool",
 }  # fmt: skip
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Lazy:
-  """An array that is made each time `np.asarray` asks for it.
-
-  Attributes:
-    shape: of the array.
-    dtype: of the array.
-    make: returns it.
-  """
-
-  shape: tuple[int, ...]
-  dtype: np.dtype
-  make: Callable[[], np.ndarray]
-
-  def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
-    return np.array(self.make(), dtype, copy=copy)
 
 
 class Opened:
@@ -93,39 +72,6 @@ def refuse_pickled(path: str | os.PathLike) -> None:
       "not read: in torch, load it with weights_only=True and write its state dict with "
       "safetensors.torch.save_file."
     )
-
-
-def refuse_existing(path: str | os.PathLike) -> None:
-  """Raises where a new file or folder would overwrite another one."""
-  if os.path.lexists(path):
-    raise ValueError(f"{os.fspath(path)!r} is there already: it is never overwritten.")
-
-
-@contextlib.contextmanager
-def whole(path: str | os.PathLike) -> Iterator[pathlib.Path]:
-  """Makes a new file or folder that has its name when the `with` block ends well.
-
-  Args:
-    path: of it, which must not be there; its parents are made.
-
-  Yields:
-    The path to write to, in the same folder. An error removes what is there.
-
-  Raises:
-    ValueError: it is there.
-  """
-  refuse_existing(path)
-  made = pathlib.Path(os.path.abspath(path))
-  # In the same folder: a rename between two disks is a copy, which can end half way.
-  unfinished = made.with_name(f".{made.name}.{os.getpid()}")
-  try:
-    made.parent.mkdir(parents=True, exist_ok=True)
-    yield unfinished
-    os.rename(unfinished, made)
-  finally:
-    shutil.rmtree(unfinished, ignore_errors=True)  # a folder
-    with contextlib.suppress(OSError):
-      unfinished.unlink()
 
 
 def write(

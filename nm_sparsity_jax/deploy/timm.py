@@ -13,10 +13,10 @@ from typing import Any
 
 import numpy as np
 
+from nm_sparsity_jax.core.files import Lazy
 from nm_sparsity_jax.core.trees import flatten, nested
 from nm_sparsity_jax.deploy import names, safetensors_file
 from nm_sparsity_jax.deploy.names import Name
-from nm_sparsity_jax.deploy.safetensors_file import Lazy
 
 # What timm may store that follows from something else. None of it is read; of these, `to_timm`
 # writes `num_batches_tracked`, as 0. The bias of k is 0 in a Swin V2.

@@ -16,8 +16,8 @@ from typing import Any
 import jax
 import numpy as np
 
+from nm_sparsity_jax.core.files import Lazy
 from nm_sparsity_jax.core.trees import flatten, nested
-from nm_sparsity_jax.deploy.safetensors_file import Lazy
 from nm_sparsity_jax.models.t5 import T5Config
 
 

@@ -21,11 +21,10 @@ from typing import Any
 import jax
 import numpy as np
 
+from nm_sparsity_jax.core.files import Lazy, refuse_existing, whole
 from nm_sparsity_jax.core.text import first_line
 from nm_sparsity_jax.core.trees import flatten, nested
-from nm_sparsity_jax.deploy import safetensors_file
 from nm_sparsity_jax.deploy.names import difference
-from nm_sparsity_jax.deploy.safetensors_file import Lazy
 from nm_sparsity_jax.runs import files, folders, orbax, other_formats, t5x_format
 from nm_sparsity_jax.training import rules_text
 
@@ -77,7 +76,7 @@ class Stored:
   def in_place(self) -> bool:
     """Returns whether the run trained in place: its parameters are W~, and W is in its state."""
     # T5X's parameters are W, so it keeps no second one.
-    return any(key.startswith("state/dense/") for key in self.leaves)
+    return any(key.startswith(orbax.DENSE) for key in self.leaves)
 
   @property
   def start(self) -> int | None:
@@ -91,7 +90,7 @@ class Stored:
   @property
   def average(self) -> bool:
     """Returns whether the run kept a moving average of what it trained: that is what is read."""
-    return any(key.startswith("state/not_averaged/") for key in self.leaves)
+    return any(key.startswith(orbax.NOT_AVERAGED) for key in self.leaves)
 
   def masks(self) -> dict[str, Any]:
     """Returns the stored masks, as `nms.init_state` makes them; `{}` where it keeps none."""
@@ -119,7 +118,7 @@ def find(name: str) -> str:
   return folders.latest(name) or name
 
 
-def opened(path: str | os.PathLike | Stored) -> Stored:
+def as_stored(path: str | os.PathLike | Stored) -> Stored:
   """Returns the checkpoint that a path means; one that was read already stays as it is."""
   return path if isinstance(path, Stored) else read(os.fspath(path))
 
@@ -154,6 +153,24 @@ def read(name: str, like: Mapping[str, Any] | None = None, config: Any = None) -
       f"{name!r} is not a checkpoint: it has neither a file 'checkpoint' (T5X) nor state/_METADATA "
       "(Orbax)"
     )
+  if config is not None:
+    _refuse_other_network(name, config)
+  leaves = {key: _leaf(name, key, x) for key, x in arrays.items()}
+  number = lambda key: int(np.asarray(leaves[key])) if key in leaves else None
+  if (key := f"{_SPARSE}rules") in leaves:
+    rules = rules_text.unpack(np.asarray(leaves[key]))
+  return Stored(
+    path=name,
+    format=format_,
+    leaves=leaves,
+    step=number("state/step"),
+    sparse_step=number(f"{_SPARSE}step"),
+    rules=rules,
+    packed=packed,
+  )
+
+
+def _refuse_other_network(name: str, config: Any) -> None:
   # Another window fits all shapes and gives other logits, so nothing later would notice it.
   for setting, there in network_settings(name).items():
     here = getattr(config, setting, there)
@@ -163,20 +180,14 @@ def read(name: str, like: Mapping[str, Any] | None = None, config: Any = None) -
         f"shapes do not reveal: set {setting} of its config to {there}."
       )
 
+
+def _leaf(name: str, key: str, x: Any) -> Leaf:
   # Damage shows when an array is read, far from here, so each knows its file and its name.
-  def named(key: str, x: Any) -> Leaf:
-    def make() -> np.ndarray:
-      with _damage(name, key):
-        return np.asarray(x)
+  def make() -> np.ndarray:
+    with _damage(name, key):
+      return np.asarray(x)
 
-    return Leaf(tuple(x.shape), x.dtype, make, key)
-
-  leaves = {key: named(key, x) for key, x in arrays.items()}
-  number = lambda key: int(np.asarray(leaves[key])) if key in leaves else None
-  if (key := f"{_SPARSE}rules") in leaves:
-    rules = rules_text.unpack(np.asarray(leaves[key]))
-  steps = number("state/step"), number(f"{_SPARSE}step")
-  return Stored(name, format_, leaves, *steps, rules, packed)
+  return Leaf(shape=tuple(x.shape), dtype=x.dtype, make=make, key=key)
 
 
 @contextlib.contextmanager
@@ -184,6 +195,8 @@ def _damage(path: str, what: str) -> Iterator[None]:
   """Names the checkpoint, and the part of it, where a library fails with words of its own."""
   try:
     yield
+  except ImportError:  # a reader imports its library late: a missing package is no damage
+    raise
   except Exception as e:  # each library has errors of its own
     raise ValueError(f"{path!r} is damaged: {what} cannot be read ({first_line(e)})") from e
 
@@ -241,7 +254,7 @@ def check_new(folder: str) -> None:
   """Refuses what `write` would refuse, before anything is done for it."""
   if "://" in folder:
     raise ValueError(f"{folder!r}: name a folder on a local disk, and copy the checkpoint from it")
-  safetensors_file.refuse_existing(folder)
+  refuse_existing(folder)
 
 
 def write(
@@ -263,7 +276,7 @@ def write(
   import orbax.checkpoint as ocp
 
   check_new(folder)
-  with safetensors_file.whole(folder) as unfinished, orbax.quiet():
+  with whole(folder) as unfinished, orbax.quiet():
     unfinished.mkdir()
     with ocp.PyTreeCheckpointer() as writer:
       writer.save(unfinished / "state", nested(dict(arrays)))

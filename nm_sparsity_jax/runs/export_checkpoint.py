@@ -19,6 +19,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from nm_sparsity_jax.core.files import refuse_existing
 from nm_sparsity_jax.core.trees import flatten, nested
 from nm_sparsity_jax.deploy import (
   huggingface,
@@ -62,8 +63,8 @@ def export(
     ValueError: it is of another network, or sparse and not n:m; or the file cannot be.
   """
   file = os.fspath(out)
-  safetensors_file.refuse_existing(file)  # before the weights are read, which takes long
-  stored = checkpoint.opened(path)
+  refuse_existing(file)  # before the weights are read, which takes long
+  stored = checkpoint.as_stored(path)
   shapes = {key: x.shape for key, x in flatten(checkpoint_rules.parameters(stored))}
   is_t5 = huggingface.is_t5(shapes)
   _check_name(file, is_folder=is_t5)
@@ -115,8 +116,8 @@ def pack(
   """
   file = os.fspath(out)
   _check_name(file)
-  safetensors_file.refuse_existing(file)
-  stored = checkpoint.opened(path)
+  refuse_existing(file)
+  stored = checkpoint.as_stored(path)
   stacked_rules = checkpoint_rules.rules_for(stored, rules, axes)
   variables = nested({key: np.asarray(x) for key, x in stored.variables().items()})
   params = dict(flatten(variables["params"]))

@@ -15,10 +15,13 @@ from typing import Any
 import jax
 import numpy as np
 
+from nm_sparsity_jax.core.files import Lazy
 from nm_sparsity_jax.core.trees import flatten, nested
-from nm_sparsity_jax.deploy.safetensors_file import Lazy
 
 AVERAGE = "state/average/"  # of a local run, before the name of what it is the average of
+# Of keys that `read` returns: what was averaged, and W of a run that trains in place.
+NOT_AVERAGED = "state/not_averaged/"
+DENSE = "state/dense/"
 # A name of Kauldron, or of the local runner, which trains in place, so its state is the optimizer's
 # -> T5X's name; the first that fits. `nms.sparse` keeps the step twice.
 _NAMES = (
@@ -28,10 +31,10 @@ _NAMES = (
   ("opt_state/masks/step", None),
   ("opt_state/masks/", "flax_mutables/nm_sparsity/"),
   ("opt_state/fingerprint", None),
-  ("opt_state/dense/", "state/dense/"),
+  ("opt_state/dense/", DENSE),
   ("opt_state/", "state/param_states/"),
   ("collections/", "flax_mutables/"),
-  ("state/nm_sparsity/dense/", "state/dense/"),
+  ("state/nm_sparsity/dense/", DENSE),
   ("state/nm_sparsity/", "flax_mutables/nm_sparsity/"),
 )
 
@@ -66,7 +69,7 @@ def read(state: Any) -> dict[str, Lazy]:
   def key_of(name: str) -> str | None:
     """Returns T5X's name."""
     if name in averaged:
-      return f"state/not_averaged/{name}"
+      return NOT_AVERAGED + name
     name = name.removeprefix(AVERAGE)
     for theirs, ours in _NAMES:
       if name == theirs or theirs.endswith("/") and name.startswith(theirs):

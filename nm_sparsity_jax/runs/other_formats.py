@@ -14,10 +14,10 @@ from typing import Any
 
 import numpy as np
 
+from nm_sparsity_jax.core.files import Lazy
 from nm_sparsity_jax.core.packed import NMPacked, unpack
 from nm_sparsity_jax.core.trees import flatten
 from nm_sparsity_jax.deploy import huggingface, packed_file, safetensors_file, timm
-from nm_sparsity_jax.deploy.safetensors_file import Lazy
 
 
 def is_readable(path: Any) -> bool:

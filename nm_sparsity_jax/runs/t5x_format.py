@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from nm_sparsity_jax.deploy.safetensors_file import Lazy
+from nm_sparsity_jax.core.files import Lazy
 
 
 def read(file: Any) -> dict[str, Any]:

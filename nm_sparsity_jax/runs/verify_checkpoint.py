@@ -96,7 +96,7 @@ def verify(
   Raises:
     ValueError: there are no rules, other rules than the checkpoint's, or it cannot be read.
   """
-  stored = checkpoint.opened(path)
+  stored = checkpoint.as_stored(path)
   rules = checkpoint_rules.rules_for(stored, rules, axes)
   # One array is in memory at a time: they are read where they are counted.
   return Proof(stored, rules, apply.verify(checkpoint_rules.parameters(stored), rules))
@@ -127,7 +127,7 @@ def finalize(
   Raises:
     ValueError: the schedule is not over, the output is there already, or what `verify` refuses.
   """
-  stored = checkpoint.opened(path)
+  stored = checkpoint.as_stored(path)
   rules = checkpoint_rules.rules_for(stored, rules, axes)
   assignment = rules.assign(checkpoint_rules.parameters(stored))
   # Before D is 0 the weights that go are still in use.

@@ -29,7 +29,8 @@ from nm_sparsity_jax.runs import checkpoint_rules, files, lock, orbax
 from nm_sparsity_jax.runs import folders as run_folders
 from nm_sparsity_jax.runs import settings as run_settings
 from nm_sparsity_jax.runs.signals import Signals
-from nm_sparsity_jax.trainer import checkpoints, evaluation, reports, writers
+from nm_sparsity_jax.trainer import checkpoints, reports, writers
+from nm_sparsity_jax.trainer.evaluation import Found, best_step, entry
 from nm_sparsity_jax.trainer.run import Run, note_run
 from nm_sparsity_jax.trainer.step import NORMS, Model, TrainState
 
@@ -72,7 +73,7 @@ def check(run: Run, settings: Mapping[str, Any]) -> pathlib.Path:
   run_settings.refuse_changed(folder, settings)
   run.model.workload.check()
   if run.evaluation is not None:
-    run.evaluation(run.model)
+    run.evaluation(run.model)  # made once to check itself: a wrong EVAL_SPLIT is refused here
   return folder
 
 
@@ -101,13 +102,14 @@ class _Process:
     self.entries: dict[int, dict[str, Any]] = {}
     self.evaluator: Any = None
     self.offset = self.done = 0
+    self.curves: writers.Curves  # open while `go` runs
     self.pending: tuple[int, Any, Any] | None = None  # the newest step, not looked at yet
     self.sums: dict[str, float] = {}  # since the last report
     self.summed = 0  # steps
     self.since: float | None = None  # when the last report was; the first one's steps compile
 
   def start(self) -> tuple[TrainState, jax.Array]:
-    """Returns the state to start or to go on from, and the key of dropout."""
+    """Returns the state to begin with and the key of dropout, and notes where the run stands."""
     run, model = self.run, self.run.model
     # Both come from the seed alone, so a resumed run has the same dropout.
     init_key, key = jax.random.split(jax.random.PRNGKey(run.random_seed))
@@ -115,8 +117,8 @@ class _Process:
       state = self.saved.restore(found[-1], model.state_like(run.optimizer), model)
       # What is later is of a checkpoint that was never completed.
       noted = run_folders.evaluations(self.saved.folder)
-      self.entries = {at: entry for at, entry in noted.items() if at <= found[-1]}
-      self.saved.best = evaluation.best_step(self.entries.values(), run.best_metric)
+      self.entries = {at: scores for at, scores in noted.items() if at <= found[-1]}
+      self.saved.best = best_step(self.entries.values(), run.best_metric)
     else:
       if run.initial_checkpoint is None:
         (params, collections), step = model.initial(init_key), 0
@@ -181,30 +183,42 @@ class _Process:
     """Looks at the pending step. Another one is under way, so the devices never wait for this."""
     if self.pending is None:
       return
-    run, (done, sums, sampled), self.pending = self.run, self.pending, None
+    done, sums, sampled = self.pending
+    self.pending = None
     sums, written = jax.device_get((sums, dict(sampled)))
     at = self.offset + done
-    if wrong := [name for name, x in sums.items() if not np.isfinite(x)]:
-      with contextlib.suppress(ValueError):  # the error of an earlier save
-        self.saved.wait()
-      raise ValueError(
-        f"the {'gradient or update' if set(wrong) <= set(NORMS) else 'loss'} of step {at} is not "
-        f"finite. The last good step is {at - 1}, the newest checkpoint {self.saved.newest()}; "
-        "nothing was saved since. Lower LEARNING_RATE or lengthen WARMUP_STEPS, with another "
-        "MODEL_DIR."
-      )
+    self._refuse_not_finite(sums, at)
     self.summed += 1
     self.sums = {name: self.sums.get(name, 0.0) + float(x) for name, x in sums.items()}
-    if done == run.sparse_steps or _is_time(run.stats_period, done):
-      norms = {name: self.sums.pop(name) / self.summed for name in NORMS}
-      written |= run.model.workload.scalars(self.sums) | norms
-      if run.learning_rate is not None:
-        # Of the update that made this step: optax counts from 0.
-        written["learning_rate"] = float(run.learning_rate(done - 1))
+    if done == self.run.sparse_steps or _is_time(self.run.stats_period, done):
+      written |= self._means(done)
       self._report(done, written["loss"])
       self.summed, self.sums = 0, {}
     if written:
       self.curves.write("train", at, written)
+
+  def _refuse_not_finite(self, sums: Mapping[str, Any], at: int) -> None:
+    wrong = {name for name, x in sums.items() if not np.isfinite(x)}
+    if not wrong:
+      return
+    with contextlib.suppress(ValueError):  # the error of an earlier save
+      self.saved.wait()
+    what = "gradient or update" if wrong <= set(NORMS) else "loss"
+    raise ValueError(
+      f"the {what} of step {at} is not finite. The last good step is {at - 1}, the newest "
+      f"checkpoint {self.saved.newest()}; nothing was saved since. Lower LEARNING_RATE or lengthen "
+      "WARMUP_STEPS, with another MODEL_DIR."
+    )
+
+  def _means(self, done: int) -> dict[str, float]:
+    """Returns what is written of the steps since the last report."""
+    norms = {name: self.sums[name] / self.summed for name in NORMS}
+    own = {name: x for name, x in self.sums.items() if name not in NORMS}
+    means = {**self.run.model.workload.scalars(own), **norms}
+    if self.run.learning_rate is not None:
+      # Of the update that made this step: optax counts from 0.
+      means["learning_rate"] = float(self.run.learning_rate(done - 1))
+    return means
 
   def _report(self, done: int, loss: float) -> None:
     """Prints a line, with the throughput since the last one and the time that is left."""
@@ -236,19 +250,17 @@ class _Process:
     _tell(found, run.model, step, self.curves, reports.say)
     self.curves.flush()
     at_target = reports.at_target(run.model.rules, run.model.shapes, self.done)
-    self.entries[step] = evaluation.entry(step, found, at_target, run.model.workload)
+    self.entries[step] = entry(step, found, at_target, run.model.workload)
     text = json.dumps(list(self.entries.values()), indent=1)
     files.write_atomically(self.saved.folder / "evaluations.json", text + "\n")
-    self.saved.best = evaluation.best_step(self.entries.values(), run.best_metric)
+    self.saved.best = best_step(self.entries.values(), run.best_metric)
 
 
 def _is_time(period: int | None, done: int) -> bool:
   return bool(period) and done % period == 0
 
 
-def _tell(
-  found: evaluation.Found, model: Model, step: int, curves: writers.Curves, say: Callable
-) -> None:
+def _tell(found: Found, model: Model, step: int, curves: writers.Curves, say: Callable) -> None:
   """Writes and prints what an evaluation found."""
   for task, scalars in found.scalars.items():
     curves.write(f"training_eval/{task}", step, scalars)
@@ -339,7 +351,7 @@ def _open(
   # Its curves and config.gin would be written over. A new run has no checkpoint yet.
   if (folder / "run.json").exists() or run_folders.latest(folder) is not None:
     raise ValueError(f"{str(folder)!r} holds a run: take another folder.")
-  evaluator = evaluation(model, str(folder))
+  evaluator = evaluation(model, str(folder))  # first: it refuses a wrong split before any reading
   stored = checkpoints.opened(checkpoint, model)
   if stored.packed is None:
     variables = checkpoints.load_for_evaluation(stored, model)
@@ -347,6 +359,7 @@ def _open(
     about += ", the moving average of its parameters" if stored.average else ""
   else:
     model, about = checkpoints.packed_model(stored, model), "packed"
+    # An evaluator runs the network of its model, and that of a packed file has no scan.
     evaluator = evaluation(model, str(folder))
     held = stored.packed()
     # Whether a packed product is faster depends on the rows that a layer sees at once.

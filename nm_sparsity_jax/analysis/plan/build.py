@@ -1,4 +1,4 @@
-"""The run, made as its program makes it, as far as it can be made; and what is found of it."""
+"""Makes a run of gin settings, as shapes, and notes what is wrong with it."""
 
 # pyright: reportMissingImports=false, reportMissingModuleSource=false
 
@@ -17,7 +17,7 @@ from nm_sparsity_jax.training.rules import Rules
 
 @dataclasses.dataclass
 class Plan:
-  """One run: its settings, its parts, and what is found of it. A part that has none is None.
+  """One run: its settings, its parts, and what is wrong with it. A part that is None was not made.
 
   Attributes:
     config: the gin files and overrides.
@@ -75,10 +75,10 @@ class Plan:
 
   def build(self) -> None:
     """Makes the run; where that fails, its parts one by one, so that each says what is wrong."""
+    # 1. The whole run; its constructors are the run's own checks.
     if self.config.program is not None:
-      # Its constructors are the run's own checks.
       self.attempt(self._local if self.config.local else self._t5x)
-    # Files without a run file get here too.
+    # 2. What that left out, part by part; all of it where there is no run file.
     if self.rules is None:
       self.rules = self.attempt(self.config.value, "RULES")
     if self.workload is None:
@@ -98,16 +98,18 @@ class Plan:
       config.put("NUM_PARTITIONS", 1)
     if config.program == "train":
       self.run = config.argument("run")
-    self.model = model = config.argument("model") if self.run is None else self.run.model
-    self.workload, self.rules = model.workload, model.rules
+    model = config.argument("model") if self.run is None else self.run.model
+    self.model, self.workload, self.rules = model, model.workload, model.rules
     self.variables = {"params": model.shapes, **model.collections}
 
   def _t5x(self) -> None:
     """Makes T5X's model and its train state."""
     model = self.config.argument("model")
-    self.state = self.ahead(model).state
+    self.state = self.t5x_programs(model).state
     self.variables = {"params": self.state.params}
-    self.model, self.rules = model, getattr(model, "stored_rules", None)
+    self.model = model
+    # A model class of T5X's own has none; `build` then asks for RULES.
+    self.rules = getattr(model, "stored_rules", None)
     self.workload = T5(model.module, lengths=self.config.get("TASK_FEATURE_LENGTHS"))
 
   def batch(self) -> dict[str, Any]:
@@ -116,20 +118,21 @@ class Plan:
     lengths = self.config.get("TASK_FEATURE_LENGTHS")
     return dict(tokens(lengths, self.number("BATCH_SIZE") or 1, packed))
 
-  def ahead(self, model: Any, devices: Sequence[Any] | None = None) -> Any:
+  def t5x_programs(self, model: Any, devices: Sequence[Any] | None = None) -> Any:
     """Returns the programs of a T5X run that trains a model.
 
     Args:
       model: T5X's.
       devices: that need not be there; None = one of this machine.
     """
+    # Here, since a plan of a local run must do without T5X.
     from nm_sparsity_jax.integrations.t5x.ahead import Ahead
 
     # One device stands for all of this machine, since shapes do not depend on how many there are.
     argument = self.config.argument
     partitions = 1 if devices is None else argument("num_partitions", "PjitPartitioner") or 1
-    parts = argument("num_microbatches", "SparseTrainer")
-    return Ahead(model, devices or jax.local_devices()[:1], self.batch(), partitions, parts)
+    microbatches = argument("num_microbatches", "SparseTrainer")
+    return Ahead(model, devices or jax.local_devices()[:1], self.batch(), partitions, microbatches)
 
 
 def workload_of(config: gin_files.Config) -> Any:

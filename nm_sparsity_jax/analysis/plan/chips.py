@@ -83,4 +83,4 @@ def _t5x(plan: Plan, devices: Sequence[Any], rules: Rules | None) -> Any:
   if plan.number("BATCH_SIZE") is None:
     raise ValueError("--topology needs BATCH_SIZE, the examples of a step")
   model = plan.model if rules is None else plan.model.with_rules(rules)
-  return plan.ahead(model, devices).train_step()
+  return plan.t5x_programs(model, devices).train_step()
