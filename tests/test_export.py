@@ -18,6 +18,7 @@ from nm_sparsity_jax.deploy import (
   huggingface,
   inference_tree,
   packed_file,
+  safetensors_file,
   timm,
   unstack_layers,
 )

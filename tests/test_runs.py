@@ -37,12 +37,6 @@ def test_the_newest_is_of_the_highest_number_and_half_ones_do_not_count(tmp_path
   assert folders.latest(tmp_path / "nowhere") is None
 
 
-def test_a_missing_package_is_not_called_damage(tmp_path, monkeypatch):
-  monkeypatch.setitem(sys.modules, "orbax.checkpoint", None)
-  with pytest.raises(ImportError, match="orbax"):
-    reader.read(str(checkpoint(tmp_path, 1)))
-
-
 # --- what was trained ---------------------------------------------------------------------------
 
 
