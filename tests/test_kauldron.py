@@ -125,5 +125,5 @@ def test_a_checkpoint_of_kauldron_is_deployed_with_its_stored_mask(tmp_path):
   with ocp.StandardCheckpointer() as writer:
     writer.save(tmp_path / "checkpoints/ckpt_8/default", tree)
   made = runs.finalize(str(tmp_path), str(tmp_path / "final"))
-  kernel = checkpoint.read(made.path).array(f"target/{FF}")
+  kernel = checkpoint.read(made.stored.path).array(f"target/{FF}")
   np.testing.assert_array_equal(kernel, np.where(last, weights, 0))
