@@ -230,7 +230,9 @@ def load(stored: Stored, like: Any, shardings: Any) -> Any:
 def check_shapes(stored: Stored, like: Any) -> None:
   """Refuses a checkpoint that lacks an array of a tree, or has it in another shape."""
   wanted = {key: tuple(x.shape) for key, x in flatten(like)}
-  found = {key: stored.leaves[key].shape for key in wanted if key in stored.leaves}
+  # A packed file is one network, whole: fewer of its layers would be another one.
+  is_due = lambda key: key in wanted or stored.packed and key.startswith("target/")
+  found = {key: x.shape for key, x in stored.leaves.items() if is_due(key)}
   if said := difference(wanted, found):
     raise ValueError(
       f"{stored.path} is of another model: {said}: choose the model file of its run, and its sizes."
