@@ -107,13 +107,17 @@ def test_bench_takes_a_checkpoint_and_a_packed_file(finalized, packed, capsys, m
     assert told["title"] == str(path)
     assert [t["what"] for t in told["timings"]] == ["the inputs", "inputs and 16 tokens"]
     assert all(0 < t["packed_bytes"] < t["dense_bytes"] for t in told["timings"])
+    assert cli.main([*argv, "--gin.network.T5Config.preset.logits_via_embedding=True"]) == 1
+    assert "1 unknown" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
   "macros, said",
   [
     ({"network.T5Config.preset.mlp_dim": 64}, "another model: 6 of another shape"),
+    ({"network.T5Config.preset.logits_via_embedding": True}, "1 unknown"),
     (dict(PATTERN="1:4"), "1:4"),
+    (dict(NUM_PARTITIONS=2), "NUM_PARTITIONS=2"),
   ],
 )
 def test_a_file_that_does_not_fit_is_refused(macros, said, packed, tmp_path, capsys):

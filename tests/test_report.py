@@ -219,7 +219,7 @@ def test_scores_of_images_stand_beside_the_published_ones(tmp_path):
   assert scores_of(runs[:1], 50)[0] == [["validation", "0.9 @ 50"]]
 
 
-@pytest.mark.parametrize("metric, best", [("far", 0.25), ("near", 0.5)])
+@pytest.mark.parametrize("metric, best", [("far", 0.25), ("near", 0.5), ("near_top5", 0.5)])
 def test_the_best_of_an_error_is_the_least(metric, best, tmp_path):
   runs = []
   for name, values in (("a", (0.1, 0.5, 0.5)), ("b", (0.9, 0.25, 0.25))):

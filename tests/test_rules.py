@@ -52,6 +52,7 @@ QUERY = tree({"encoder/layers_0/attention/query/kernel": (16, 16)})
     ("regular expression", lambda: nms.Rules({"ff": LINEAR}, axes={"[": 0})),
     ("two rules", lambda: nms.Rules({"qkv": LINEAR, "encoder/q": OTHER}).assign(QUERY)),
     ("'qvk'.*have q", lambda: nms.Rules({"q": LINEAR, "qvk": OTHER}).assign(QUERY)),
+    ("'attention'", lambda: nms.Rules({"attention": LINEAR}).assign(QUERY)),
     (r"\{'a': 1\}", lambda: nms.Rules({"q": LINEAR}, {"a": 1}).assign(QUERY)),
     ("not known for 'a'.*'b'", lambda: nms.Rules({".*": LINEAR}).assign({"a": X, "b": X})),
   ],

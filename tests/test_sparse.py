@@ -265,9 +265,10 @@ def test_zeros_are_exact_where_gradients_are_shorter_than_parameters():
 
 def test_mistakes_are_said():
   opt, params = TX.init(params_of()), params_of()
+  several = optax.MultiSteps(INNER, 2).gradient_transformation()
   for word, do in (
-    ("parameters", lambda: TX.update(params, opt)),
-    ("inside", lambda: nms.sparse(optax.MultiSteps(INNER, 2), RULES).init(params)),
+    ("needs the parameters", lambda: TX.update(params, opt)),
+    ("inside", lambda: nms.sparse(optax.chain(optax.clip(1), several), RULES).init(params)),
     ("match no parameter", lambda: TX.init({"bias": params["bias"]})),
     ("0 states", lambda: nms.dense_params(params, INNER.init(params))),
     ("count_steps", lambda: nms.step_count(optax.apply_every(2).init(params))),

@@ -85,20 +85,19 @@ def workload_of(args: argparse.Namespace) -> Any:
 def _of_checkpoint(args: argparse.Namespace) -> Any:
   from nm_sparsity_jax import runs
   from nm_sparsity_jax.analysis import bench
+  from nm_sparsity_jax.deploy import packed_file
   from nm_sparsity_jax.runs import checkpoint
   from nm_sparsity_jax.trainer import checkpoints
   from nm_sparsity_jax.trainer.step import Model
 
   model, path = Model(workload_of(args)), checkpoint.find(args.checkpoint)
-  stored = checkpoint.read(path)
-  if stored.packed is None:
-    with tempfile.TemporaryDirectory() as room:
+  with tempfile.TemporaryDirectory() as room:
+    file = path
+    if checkpoint.read(path).packed is None:
       # A checkpoint is packed as `pack` does it, so its rules and its proof are the same.
       file = f"{room}/packed.safetensors"
       runs.pack(path, file, dtype=args.dtype)
-      stored = checkpoint.read(file)
-  workload = checkpoints.packed_model(stored, model).workload
-  network = getattr(workload, "network", workload)
-  state = dict(stored.packed())
-  params = state.pop("params")
+    workload = checkpoints.packed_model(checkpoint.read(file), model).workload
+    state, _ = packed_file.read(file)
+  network, params = getattr(workload, "network", workload), state.pop("params")
   return bench.bench(network, params, state=state, batch=args.batch, inputs=args.inputs, title=path)
