@@ -235,7 +235,7 @@ def test_local_runs_are_made(block, arrived, tmp_path, monkeypatch):
     args = cli.parse([command, *argv])[-1]
     with as_a_user():
       if command == "bench":
-        bench.network(args)
+        bench.workload_of(args)
         continue
       config, _ = _local.read(args, {"eval": "evaluate"}.get(command, command))
       for name in arguments.get(command, ["evaluation", "checkpoint", "output_dir"]):

@@ -112,6 +112,9 @@ def test_a_partial_run_has_no_overall(write):
   assert best.keys() == {*TITLES} - {"QQP"}
   assert row_of(run, 20)["columns"]["MRPC"] is None
   assert set(row_of(run, 40)["columns"].values()) == {None}
+  write(SR_STE, task="glue_{}_v002")
+  with pytest.raises(ValueError, match="one column of GLUE"):
+    row_of(run)
 
 
 # --- what is read ---------------------------------------------------------------------------------

@@ -100,14 +100,25 @@ def test_with_memory_every_kernel_stays_packed(packed, tmp_path, monkeypatch):
 def test_bench_takes_a_checkpoint_and_a_packed_file(finalized, packed, capsys, monkeypatch):
   monkeypatch.setattr(choice, "speed", lambda *_: 2.0)  # no kernel so small stays packed else
   for path in (finalized, packed):
-    assert cli.main(["bench", str(path), *test_local.command(), "--inputs=8", "--json"]) == 0
+    argv = ["bench", str(path), *test_local.command(), "--inputs=8"]
+    assert cli.main([*argv, "--json"]) == 0
     told = json.loads(capsys.readouterr().out)["timings"]
     assert [t["what"] for t in told] == ["the inputs", "inputs and 16 tokens"]
+    assert cli.main([*argv, "--gin.network.T5Config.preset.logits_via_embedding=True"]) == 1
+    assert "1 unknown" in capsys.readouterr().err
 
 
-def test_a_file_of_another_pattern_is_refused(packed, tmp_path, capsys):
-  assert cli.main(words("infer", packed, tmp_path / "out", PATTERN="1:4")) == 1
-  assert "1:4" in capsys.readouterr().err
+@pytest.mark.parametrize(
+  "macros, said",
+  [
+    ({"network.T5Config.preset.logits_via_embedding": True}, "1 unknown"),
+    (dict(PATTERN="1:4"), "1:4"),
+    (dict(NUM_PARTITIONS=2), "NUM_PARTITIONS=2"),
+  ],
+)
+def test_a_file_that_does_not_fit_is_refused(macros, said, packed, tmp_path, capsys):
+  assert cli.main(words("infer", packed, tmp_path / "out", **macros)) == 1
+  assert said in capsys.readouterr().err
 
 
 def test_plan_finds_every_parameter_of_a_network_that_scans(packed, tmp_path, capsys):

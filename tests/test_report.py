@@ -196,14 +196,15 @@ def test_scores_of_images_stand_beside_the_published_ones(tmp_path):
   assert scores_of(runs[:1], 50)[0] == [["validation", "0.9 @ 50"]]
 
 
-def test_the_best_of_an_error_is_the_least(tmp_path):
+@pytest.mark.parametrize("metric, best", [("far", 0.25), ("near_top5", 0.5)])
+def test_the_best_of_an_error_is_the_least(metric, best, tmp_path):
   runs = []
   for name, values in (("a", (0.1, 0.5, 0.5)), ("b", (0.9, 0.25, 0.25))):
-    series = {s: {"far": x} for s, x in zip((5, 85, 100), values, strict=True)}
+    series = {s: {metric: x} for s, x in zip((5, 85, 100), values, strict=True)}
     runs.append(local(tmp_path / name, series))
   ((name, *cells),) = scores_of(runs)[0]  # step 5 is before the target pattern
-  assert cells == ["0.5 @ 85", "0.25 @ 85"] and "less is better" in name
-  assert [cell for cell in cells if isinstance(cell, Strong)] == ["0.25 @ 85"]
+  assert cells == ["0.5 @ 85", "0.25 @ 85"] and ("less is better" in name) == (metric == "far")
+  assert [cell for cell in cells if isinstance(cell, Strong)] == [f"{best} @ 85"]
 
 
 def test_costs_of_another_family_are_those_that_its_run_notes(tmp_path):

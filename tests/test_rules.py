@@ -50,6 +50,7 @@ QUERY = tree({"encoder/layers_0/attention/query/kernel": (16, 16)})
     ("two rules", lambda: nms.Rules({"qkv": LINEAR, "encoder/q": OTHER}).assign(QUERY)),
     ("'qvk'.*have q", lambda: nms.Rules({"q": LINEAR, "qvk": OTHER}).assign(QUERY)),
     ("multiple of", lambda: nms.Rules({"ff": CUSTOM}).assign(tree({WI: (24, 3)}))),  # each level
+    ("'attention'", lambda: nms.Rules({"attention": LINEAR}).assign(QUERY)),
     ("not known for 'a'.*'b'", lambda: nms.Rules({".*": LINEAR}).assign({"a": X, "b": X})),
   ],
 )

@@ -258,9 +258,10 @@ def test_zeros_are_exact_where_gradients_are_shorter_than_parameters():
 
 def test_mistakes_are_said():
   opt, params = TX.init(params_of()), params_of()
+  several = optax.MultiSteps(INNER, 2).gradient_transformation()
   for word, do in (
-    ("parameters", lambda: TX.update(params, opt)),
-    ("inside", lambda: nms.sparse(optax.MultiSteps(INNER, 2), RULES).init(params)),
+    ("needs the parameters", lambda: TX.update(params, opt)),
+    ("inside", lambda: nms.sparse(optax.chain(optax.clip(1), several), RULES).init(params)),
     ("0 states", lambda: nms.dense_params(params, INNER.init(params))),
     ("mask as state", lambda: nms.sr_ste(RULES).update(params, opt, params)),
     ("2 states", lambda: nms.dense_params(params, (opt, opt))),

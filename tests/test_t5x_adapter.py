@@ -10,6 +10,7 @@ import optax
 import pytest
 import t5x_world
 from t5x_world import (
+  OPTIMIZERS,
   PHASES,
   Devices,
   assert_equal,
@@ -219,6 +220,8 @@ def test_what_cannot_go_on_is_refused(act, words):
 
 def test_what_agrees_is_taken_and_other_rules_that_nothing_checked_give_no_number():
   as_started(train_steps=12, pretrained_steps=0)
+  with pytest.warns(UserWarning, match="step_offset=7, but its moments start at step 0"):
+    begin(make(SR_STE, optimizer_def=OPTIMIZERS["adafactor"](7)))
   assert_equal(restored().params, started()[1].params)
   model, state = started()
   other = make(nms.Rules({"ff": recipe("mdgf_linear")}))

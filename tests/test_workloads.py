@@ -214,6 +214,19 @@ def test_predictions_are_plain_and_rows_that_fill_a_batch_are_left_out():
   assert list(rows) == [({"idx": i}, first if i < 4 else last) for i in range(6)]
 
 
+@pytest.mark.parametrize(
+  "predict, word",
+  [
+    (workloads.Workload.predict, "no method `predict`"),
+    (lambda *_: {"x": jnp.zeros(8)}, "batch of 4 rows"),
+  ],
+)
+def test_predictions_that_are_none_or_not_of_the_rows_are_refused(predict, word, monkeypatch):
+  monkeypatch.setattr(Answers, "predict", predict)
+  with pytest.raises(ValueError, match=word):
+    test_predictions_are_plain_and_rows_that_fill_a_batch_are_left_out()
+
+
 # --- the step -----------------------------------------------------------------------------------
 
 
@@ -277,6 +290,18 @@ class Masked(own_workload.Regression):
 def test_a_network_that_masks_itself_is_refused():
   with pytest.raises(ValueError, match="RULES"):
     model_of(Masked())
+
+
+def test_what_the_runner_cannot_share_or_does_itself_is_refused():
+  with pytest.raises(ValueError, match="NUM_PARTITIONS=2"):
+    step.Model(own_workload.Regression(), num_partitions=2, devices=jax.devices()[:2])
+  several = optax.MultiSteps(optax.sgd(0.1), 2).gradient_transformation()
+  run = train.Run(
+    model=model_of(own_workload.Regression()), model_dir="-", sparse_steps=8,
+    optimizer=optax.chain(optax.clip(1.0), several),
+  )  # fmt: skip
+  with pytest.raises(ValueError, match="MICROBATCHES"):
+    run.check()
 
 
 def test_a_run_does_without_flops_where_its_code_fails(monkeypatch, caplog):

@@ -69,10 +69,9 @@ def _shape(text: str) -> tuple[int, int, int]:
   return depth, features, rows
 
 
-def network(args: argparse.Namespace) -> Any:
-  """Returns the network that the gin files name, without a scan; of others their workload."""
+def workload_of(args: argparse.Namespace) -> Any:
+  """Returns the workload of the network that the gin files name."""
   from nm_sparsity_jax.analysis.plan import build
-  from nm_sparsity_jax.deploy import unstack_layers
   from nm_sparsity_jax.integrations import gin_files
 
   paths = _flags.search_paths(args)
@@ -80,10 +79,7 @@ def network(args: argparse.Namespace) -> Any:
     workload = build.workload_of(config) if not config.errors else None
     if workload is None:
       raise ValueError("; ".join(config.errors) or "name a model file: --gin_file=...")
-  made = getattr(workload, "network", workload)
-  if (plain := unstack_layers.without_scan(getattr(made, "config", None))) is not None:
-    made = made.clone(config=plain)
-  return made
+  return workload
 
 
 def _of_checkpoint(args: argparse.Namespace) -> Any:
@@ -91,17 +87,17 @@ def _of_checkpoint(args: argparse.Namespace) -> Any:
   from nm_sparsity_jax.analysis import bench
   from nm_sparsity_jax.deploy import packed_file
   from nm_sparsity_jax.runs import checkpoint
+  from nm_sparsity_jax.trainer import checkpoints
+  from nm_sparsity_jax.trainer.step import Model
 
-  made, path = network(args), checkpoint.find(args.checkpoint)
-  if checkpoint.read(path).packed is not None:
-    variables, _ = packed_file.read(path)
-  else:
-    with tempfile.TemporaryDirectory() as room:
+  model, path = Model(workload_of(args)), checkpoint.find(args.checkpoint)
+  with tempfile.TemporaryDirectory() as room:
+    file = path
+    if checkpoint.read(path).packed is None:
       # A checkpoint is packed as `pack` does it, so its rules and its proof are the same.
       file = f"{room}/packed.safetensors"
       runs.pack(path, file, dtype=args.dtype)
-      variables, _ = packed_file.read(file)
-  params = variables.pop("params")
-  return bench.bench(
-    made, params, state=variables, batch=args.batch, inputs=args.inputs, title=path
-  )
+    workload = checkpoints.packed_model(checkpoint.read(file), model).workload
+    state, _ = packed_file.read(file)
+  network, params = getattr(workload, "network", workload), state.pop("params")
+  return bench.bench(network, params, state=state, batch=args.batch, inputs=args.inputs, title=path)

@@ -221,7 +221,7 @@ def load(stored: Stored, like: Any, shardings: Any) -> Any:
   """Loads what is deployed of a checkpoint, array by array, as far as a tree names it.
 
   Args:
-    stored: the checkpoint; more than is wanted may be in it.
+    stored: the checkpoint; unless it is a packed file, it may have parameters that are not wanted.
     like: nested dict such as {'target': params} whose leaves have shape and dtype.
     shardings: the same tree of shardings.
 
@@ -241,9 +241,13 @@ def load(stored: Stored, like: Any, shardings: Any) -> Any:
 
 
 def check_shapes(stored: Stored, like: Any) -> None:
-  """Refuses a checkpoint that lacks an array of a tree, or has it in another shape."""
+  """Refuses a checkpoint that lacks an array of a tree, or has it in another shape.
+
+  A packed file must not have other parameters either.
+  """
   wanted = {key: tuple(x.shape) for key, x in flatten(like)}
-  found = {key: stored.leaves[key].shape for key in wanted if key in stored.leaves}
+  is_due = lambda key: key in wanted or stored.packed and key.startswith("target/")
+  found = {key: x.shape for key, x in stored.leaves.items() if is_due(key)}
   if said := difference(wanted, found):
     raise ValueError(
       f"{stored.path} is of another model: {said}: choose the model file of its run, and its sizes."

@@ -109,6 +109,8 @@ def check_start(stored: Stored) -> str:
   is_run = any(key.startswith("state/param_states/") for key in stored.leaves)
   if not (stored.rules and is_run) or stored.in_place and not stored.average:
     return ""
+  if rules_text.parse(stored.rules).is_dense:
+    return ""
   return (
     f"{stored.path} is of a sparse run and not finalized, so it holds dense weights that its "
     "network never saw: start from what `nm-sparsity finalize` writes, or go on in its MODEL_DIR."

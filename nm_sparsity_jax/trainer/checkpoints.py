@@ -268,6 +268,11 @@ def packed_model(stored: checkpoint.Stored, model: Model) -> Model:
     stored: the file.
     model: of the same network, scanned or not.
   """
+  if (partitions := model.mesh.shape["model"]) > 1:
+    raise ValueError(
+      f"NUM_PARTITIONS={partitions}: devices do not share packed weights. Leave it out, or take "
+      "the finalized checkpoint."
+    )
   workload: Any = copy.copy(model.workload)
   plain = unstack_layers.without_scan(workload.network_config)
   if plain != workload.network_config:  # a kernel of a scan is one stack, which no file packs

@@ -109,6 +109,12 @@ class Splits:
         is_real = np.ones(len(next(iter(batch.values()))))
         if workload.real is not None:
           is_real = batch[workload.real]
+        for name, x in found.items():
+          if x.shape[:1] != (len(is_real),):
+            raise ValueError(
+              f"`predict` returns {name!r} of shape {x.shape} for a batch of {len(is_real)} rows: "
+              "its first axis must count the rows."
+            )
         for i in np.flatnonzero(is_real):
           yield {"idx": next(count)}, {name: x[i].tolist() for name, x in found.items()}
 

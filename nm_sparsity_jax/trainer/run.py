@@ -84,10 +84,12 @@ class Run:
     rules_text.pack(rules_text.describe(self.model.rules))  # every checkpoint keeps this text
     # By shapes: the state of an optimizer may be twice the model.
     opt_state = jax.eval_shape(self.optimizer.init, self.model.shapes)
-    if found := transform.states(opt_state, transform.SparseState, transform.SrSteState):
+    ours = transform.SparseState, transform.SrSteState
+    if found := transform.states(opt_state, *ours, *transform.SKIPPING):
       raise ValueError(
         f"the optimizer holds a {type(found[0]).__name__}, but the runner wraps it by nms.sparse "
-        "itself, which adds SR-STE's term: give a bare optimizer of optax."
+        "itself, which adds SR-STE's term and counts every update: give a bare optimizer of optax, "
+        "and MICROBATCHES in place of optax.MultiSteps."
       )
 
 

@@ -110,6 +110,11 @@ class Model:
       )
     self.shapes = self.collections.pop("params")
     axes = self.collections.pop("params_axes", None)
+    if num_partitions > 1 and axes is None:  # devices would do the same work
+      raise ValueError(
+        f"NUM_PARTITIONS={num_partitions}: the parameters of {type(workload).__name__} have no "
+        "logical axes to be shared along. Leave it out."
+      )
     # As stored: a scan stacks kernels, which moves the axis of their groups.
     self.rules = self.given_rules if axes is None else self.given_rules.with_logical_axes(axes)
     self.rules.assign(self.shapes)  # rules that do not fit are refused before data are read

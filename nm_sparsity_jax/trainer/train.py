@@ -56,6 +56,7 @@ def train(run: Run, settings: Mapping[str, Any] | None = None, config: str = "")
   """
   folder = check(run, settings or {})
   with lock.hold(folder), orbax.quiet(), Signals() as stop:
+    run_settings.refuse_changed(folder, settings or {})  # another process may have begun since
     with checkpoints.Checkpoints(folder, run.keep_checkpoints) as saved:
       process = _Process(run, saved, stop)
       state, key = process.start()

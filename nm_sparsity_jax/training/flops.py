@@ -83,7 +83,10 @@ class Cost:
         'scores' names the products without a parameter, Q K^T and its product with V in attention;
         'attention' names these and q, k, v and o.
     """
-    named = {op for place in places for op in _named(place, self.ops)}
+    known, scores = roles.regexes(), rf"(.*/)?{_PRODUCT}"
+    whole = "|".join(f"(?:{regex})" for regex in (known["qkv"], known["o"], scores))
+    own = {"scores": scores, "attention": whole}  # not of rules: they name parameters alone
+    named = {op for place in places for op in _named(place, self.ops, own)}
     return Cost(tuple(op for op in self.ops if op in named))
 
 
@@ -237,9 +240,9 @@ def _sites(ops: Sequence[Op], sparse: Rules | Mapping[str, Any]) -> dict[Op, Sit
   return {op: site for op, site in sites.items() if isinstance(site, Site)}
 
 
-def _named(place: str, ops: Sequence[Op]) -> list[Op]:
+def _named(place: str, ops: Sequence[Op], own: Mapping[str, str] | None = None) -> list[Op]:
   """Returns the operations that a place names; raises where there are none."""
-  regex = roles.matcher(place)
+  regex = roles.matcher(place, own)
   # A whole path may hold characters that mean something in a regex.
   found = [op for op in ops if op.name == place or regex.fullmatch(op.name)]
   if not found:

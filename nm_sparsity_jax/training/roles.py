@@ -20,7 +20,6 @@ from collections.abc import Iterable, Mapping
 COMPOSITES: Mapping[str, tuple[str, ...]] = {
   "qk": ("q", "k"),
   "qkv": ("q", "k", "v"),
-  "attention": ("q", "k", "v", "qkv", "o", "scores"),
 }
 
 _Words = Mapping[str, str]
@@ -71,7 +70,7 @@ def regexes() -> dict[str, str]:
   )
 
 
-def matcher(place: str) -> re.Pattern[str]:
+def matcher(place: str, more: _Words | None = None) -> re.Pattern[str]:
   """Returns the regex of whole paths for a place: a role, narrowed by words, or a regex.
 
   >>> regex = matcher("encoder/ff")
@@ -81,8 +80,9 @@ def matcher(place: str) -> re.Pattern[str]:
 
   Args:
     place: what rules name.
+    more: role -> regex, of roles that no rules name.
   """
-  known = regexes()
+  known = regexes() | dict(more or {})
   words = _joined(pair for _, narrow in _families.values() for pair in narrow.items())
   *narrow, role = place.split("/")
   if role not in known or not words.keys() >= set(narrow):
@@ -215,6 +215,3 @@ register(
     "head": r"fc/kernel",
   },
 )
-
-# What `flops` calls a product without a parameter: Q K^T, and its product with V.
-register("flops", {"scores": r"(.*/)?product"})

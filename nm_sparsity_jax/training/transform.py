@@ -19,6 +19,7 @@ import jax
 import jax.core
 import jax.numpy as jnp
 import optax
+from jax.sharding import NamedSharding
 
 from nm_sparsity_jax.core.gradients import wider
 from nm_sparsity_jax.core.trees import flatten, map_with_names
@@ -29,6 +30,8 @@ from nm_sparsity_jax.training.sites import Site
 
 # In place of W where no rule names a parameter: a node without leaves, so all leaves are arrays.
 _NONE = optax.MaskedNode()
+# States of optimizers that skip updates.
+SKIPPING = optax.MultiStepsState, optax.ApplyIfFiniteState
 
 
 class SparseState(NamedTuple):
@@ -93,9 +96,9 @@ def sparse(tx: optax.GradientTransformation, rules: Rules) -> optax.GradientTran
     dense = map_with_names(lambda p, w: _master(p, w) if p in sites else _NONE, params)
     with _relaxed():
       inner_state = inner.init(params)
-    if isinstance(inner_state, optax.MultiStepsState | optax.ApplyIfFiniteState):
+    if found := states(inner_state, *SKIPPING):
       raise ValueError(
-        f"nms.sparse is wrapped around a {type(inner_state).__name__}, and would count updates "
+        f"nms.sparse is wrapped around a {type(found[0]).__name__}, and would count updates "
         "that it skips: put nms.sparse inside, as in optax.MultiSteps(nms.sparse(tx, rules), k)."
       )
     masks = stored.init_state(params, rules)
@@ -103,6 +106,8 @@ def sparse(tx: optax.GradientTransformation, rules: Rules) -> optax.GradientTran
     return SparseState(jnp.int32(0), jnp.int32(rules.fingerprint), dense, masks, inner_state)
 
   def update(updates, state, params=None, **extra):
+    if params is None:
+      raise ValueError("nms.sparse needs the parameters: tx.update(grads, state, params).")
     # The gradient at W.
     sites = rules.assign(params).places
     step = _checked_step(state, rules, sites)
@@ -336,7 +341,9 @@ def _with_shardings_of(params: Any, rules: Rules) -> Rules:
   # A tracer does not tell how its array is sharded, and a TPU's kernel must know it.
   is_known = lambda w: isinstance(w, jax.Array) and not isinstance(w, jax.core.Tracer)
   shardings = jax.tree.map(lambda w: w.sharding if is_known(w) else None, params)
-  return rules.with_shardings(shardings) if jax.tree.leaves(shardings) else rules
+  # On one device nothing is shared: then what the rules were given stays.
+  is_shared = any(isinstance(s, NamedSharding) for s in jax.tree.leaves(shardings))
+  return rules.with_shardings(shardings) if is_shared else rules
 
 
 def _checked_step(state: SparseState, rules: Rules, sites: Mapping[str, Site]) -> jax.Array:

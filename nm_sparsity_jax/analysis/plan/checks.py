@@ -119,8 +119,7 @@ def restore(plan: Plan, path: str | None) -> dict[str, Any] | None:
   elif (params := plan.params) is not None:
     if stored.packed is not None:  # its network does not scan
       params, _ = unstack_layers.unstacked(params, plan.workload.network_config)
-    wanted = {f"target/{path}": leaf for path, leaf in flatten(params)}
-    _check_parameters(plan, stored.path, wanted, stored.leaves)
+    plan.attempt(checkpoint.check_shapes, stored, {"target": params})
   return part
 
 

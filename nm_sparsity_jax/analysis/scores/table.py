@@ -67,7 +67,14 @@ def measures(run: Run) -> dict[str, Measure]:
   These are the columns of GLUE if it has any. Else they are all its tasks, each with the metrics of
   every step of which more is better, and each metric by itself of which less is better.
   """
-  of_glue = {glue.config_of(task): task for task in run.tasks}
+  of_glue = {}
+  for task in run.tasks:
+    other = of_glue.setdefault(name := glue.config_of(task), task)
+    if name is not None and other != task:
+      raise ValueError(
+        f"{run.path} holds scores of {other} and of {task}, which are one column of GLUE: move the "
+        "metrics of one of them away."
+      )
   if columns := {
     column.title: Measure(of_glue[column.name], column.metrics)
     for column in glue.COLUMNS
@@ -78,7 +85,8 @@ def measures(run: Run) -> dict[str, Measure]:
   for task, series in run.tasks.items():
     names = sorted(set.intersection(*map(set, series.values())))
     # accuracy_top5 is a laxer accuracy, so their mean is no score.
-    names = [name for name in names if not re.search(r"_top\d+$", name)]
+    strict = lambda name: re.sub(r"_top\d+$", "", name)
+    names = [name for name in names if strict(name) == name or strict(name) not in names]
     if more := [name for name in names if not run.less_is_better(name)]:
       found[task] = Measure(task, tuple(more))
     for name in names:

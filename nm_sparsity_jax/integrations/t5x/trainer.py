@@ -9,6 +9,7 @@ batch -> gradients -> [+ SR-STE's term, once] -> T5X's update -> [step + 1, stor
 from __future__ import annotations
 
 import functools
+import warnings
 
 import jax
 import jax.numpy as jnp
@@ -65,6 +66,13 @@ class SparseTrainer(trainer.Trainer):
       checkpoint_rules.check_steps(
         model.rules, start, pretrained_steps, train_steps, train_steps_relative
       )
+      offset = getattr(getattr(model.optimizer_def, "hyper_params", None), "step_offset", start)
+      if offset != start:
+        warnings.warn(
+          f"Adafactor has step_offset={offset}, but its moments start at step {start}: name the "
+          "model file before the run file.",
+          stacklevel=2,
+        )
       if is_new:
         train_state = _begin(model, train_state, train_state_axes, partitioner, start)
     if train_state_axes is not None:  # before T5X traces the step

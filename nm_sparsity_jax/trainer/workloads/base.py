@@ -132,7 +132,7 @@ class Workload(abc.ABC):
     Returns:
       name -> an array of finite real numbers or booleans; its first axis counts the rows.
     """
-    return {}
+    raise ValueError(f"{type(self).__name__} has no method `predict`: write one.")
 
   def scalars(self, sums: Mapping[str, float]) -> dict[str, float]:
     """Returns what is written of sums, name -> value; 'loss' must be one of them.
