@@ -37,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
   add("--pattern", default="1:8", metavar="N:M", help="of --shapes (default: 1:8)")
   add(
     "--dtype", choices=("float32", "bfloat16", "int8"),
-    help="of packed values; of a packed file they are as they are",
+    help="of packed values (default: as they are)",
   )  # fmt: skip
   add("--batch", type=int, default=1, metavar="N", help="examples at once (default: 1)")
   add("--inputs", type=int, default=64, metavar="N", help="tokens of a T5's input (default: 64)")
@@ -50,6 +50,8 @@ def run(args: argparse.Namespace) -> int:
   """Measures and prints."""
   if (args.checkpoint is None) == (args.shapes is None):
     raise ValueError("give a checkpoint, or --shapes K,F,ROWS for products alone.")
+  if (args.batch, args.inputs) != (1, 64) if args.shapes else args.pattern != "1:8":
+    raise ValueError("--pattern is of --shapes, --batch and --inputs of CKPT: leave it out.")
   if args.cores is not None:
     # XLA counts the cores of the process when it is imported.
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: args.cores])
@@ -74,13 +76,14 @@ def network(args: argparse.Namespace) -> Any:
   from nm_sparsity_jax.analysis.plan import build
   from nm_sparsity_jax.deploy import unstack_layers
   from nm_sparsity_jax.integrations import gin_files
+  from nm_sparsity_jax.trainer.workloads import t5, vision
 
   paths = _flags.search_paths(args)
   with gin_files.Config(paths, args.gin_file, args.gin_bindings) as config:
     workload = build.workload_of(config) if not config.errors else None
     if workload is None:
       raise ValueError("; ".join(config.errors) or "name a model file: --gin_file=...")
-  made = getattr(workload, "network", workload)
+  made = workload.network if isinstance(workload, t5.T5 | vision.Images) else workload
   if (plain := unstack_layers.without_scan(getattr(made, "config", None))) is not None:
     made = made.clone(config=plain)
   return made
@@ -93,7 +96,7 @@ def _of_checkpoint(args: argparse.Namespace) -> Any:
   from nm_sparsity_jax.runs import checkpoint
 
   made, path = network(args), checkpoint.find(args.checkpoint)
-  if checkpoint.read(path).packed is not None:
+  if args.dtype is None and checkpoint.read(path).packed is not None:
     variables, _ = packed_file.read(path)
   else:
     with tempfile.TemporaryDirectory() as room:

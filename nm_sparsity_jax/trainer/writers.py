@@ -7,6 +7,8 @@ A room is 'train', 'training_eval/<task>' or 'inference_eval/<task>'.
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import json
 import pathlib
 from collections.abc import Callable, Mapping
@@ -45,15 +47,14 @@ class Curves:
 
   def flush(self) -> None:
     """Flushes all files: a checkpoint of this step follows."""
-    for lines, events in self._rooms.values():
-      lines.flush()
-      events.flush()
+    for file in itertools.chain(*self._rooms.values()):
+      file.flush()
 
   def close(self) -> None:
-    """Closes all files."""
-    for lines, events in self._rooms.values():
-      lines.close()
-      events.close()
+    """Closes all files. What was flushed is written: of the rest, an error is not raised."""
+    for file in itertools.chain(*self._rooms.values()):
+      with contextlib.suppress(Exception):  # a full disk, which has stopped the run already
+        file.close()
 
 
 def _opened(folder: pathlib.Path, step: int) -> tuple[Any, Any]:
