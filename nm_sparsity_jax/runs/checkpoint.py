@@ -204,8 +204,8 @@ def network_settings(name: str) -> dict[str, Any]:
   found = files.read_json(folder / _NOTES, None)
   if found is None:
     found = files.read_json(folder.parent / "run.json", {}).get("workload") or {}
-  plain = lambda x: tuple(x) if isinstance(x, list) else x  # JSON has no tuple
-  return {name: plain(x) for name, x in found.get("network_settings", {}).items()}
+  noted = found.get("network_settings", {}).items()
+  return {name: tuple(x) if isinstance(x, list) else x for name, x in noted}  # JSON has no tuple
 
 
 def load(stored: Stored, like: Any, shardings: Any) -> Any:

@@ -150,10 +150,9 @@ def convert(path: str | os.PathLike, out: str | os.PathLike, scan_layers: bool =
   folder = huggingface.Folder(path)
   config = dataclasses.replace(folder.config, scan_layers=scan_layers)
   arrays = {f"target/{k}": np.asarray(x, np.float32) for k, x in folder.arrays(config).items()}
-  made = os.path.join(out, "checkpoint_0")
+  made, noted = os.path.join(out, "checkpoint_0"), checkpoint.network_settings(folder.path)
   # T5X restores a step as well.
-  arrays["state/step"] = np.asarray(np.int32(0))
-  checkpoint.write(made, arrays, checkpoint.network_settings(folder.path))
+  checkpoint.write(made, arrays | {"state/step": np.asarray(np.int32(0))}, noted)
   return made
 
 

@@ -354,7 +354,6 @@ def _open(
     params = inference_tree.prepare(held["params"], evaluator.rows(), memory=memory)
     variables = jax.device_put({**held, "params": params}, model.replicated)
   # Last: what is refused leaves the user's config.gin.
-  folder.mkdir(parents=True, exist_ok=True)
   files.write_atomically(folder / "config.gin", config)
   print(f"{stored.path}: {about}")
   return evaluator, variables, stored.step or 0

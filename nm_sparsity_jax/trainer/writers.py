@@ -61,7 +61,6 @@ def _opened(folder: pathlib.Path, step: int) -> tuple[Any, Any]:
   """Opens metrics.jsonl, without lines that come again, and a writer of events."""
   with quiet():  # TensorFlow, which clu imports, writes past Python
     from clu import metric_writers
-  folder.mkdir(parents=True, exist_ok=True)
   path, kept = folder / "metrics.jsonl", []
   for line in path.read_text().splitlines(keepends=True) if path.is_file() else ():
     # A run that was killed wrote half a line, or lines of steps that it does again.

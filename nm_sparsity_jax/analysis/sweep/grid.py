@@ -222,8 +222,8 @@ def _steps(sweep: Sweep, run: Run, data: bool) -> int:
       patterns = {str(recipe.pattern) for recipe in made.model.rules.places.values()}
       if run.pattern and run.pattern not in patterns:
         raise ValueError(
-          f"its rules have the patterns {sorted(patterns)}. Write the sweep's in this form, and in a "
-          "gin file give SPARSITY_RULES without any, {'ff': None}."
+          f"its rules have the patterns {sorted(patterns)}. Write the sweep's in this form, and in "
+          "a gin file give SPARSITY_RULES without any, {'ff': None}."
         )
       if data:
         made.model.workload.check()

@@ -204,12 +204,12 @@ def describe(workload: Workload) -> dict[str, Any]:
     _log.warning("no FLOPs of %s: %s", kind.__name__, e)
     ops = None
   # A window, or an activation, may also be a function, '<function ...>', which JSON lacks.
-  settings = {name: getattr(config, name, None) for name in _UNSEEN}
-  is_plain = lambda x: type(x) in (int, tuple) and "<" not in repr(x)
+  noted = {name: getattr(config, name, None) for name in _UNSEEN}
+  settings = {k: x for k, x in noted.items() if type(x) in (int, tuple) and "<" not in repr(x)}
   return {
     "class": f"{kind.__module__}.{kind.__qualname__}",
     "weight": workload.weight,
     "lengths": getattr(workload, "lengths", None),
     "ops": ops,
-    "network_settings": {k: x for k, x in settings.items() if is_plain(x)},
+    "network_settings": settings,
   }
