@@ -100,6 +100,9 @@ def test_the_grid_seed_by_seed_dense_once_a_seed(here):
   alone = sweep.read(write(text.replace('baseline = "sr_ste"', "")))
   assert alone.baseline == "dense" and alone.runs[0].name == "dense-seed0"
   assert alone.runs[0].start is None
+  dense = SMALL.replace('["sr_ste", "idp"]', '["dense"]').replace('patterns = ["1:4"]', "")
+  dense = sweep.read(write(dense.replace('baseline = "sr_ste"', "")))
+  assert [run.name for run in dense.runs][1::2] == ["dense-seed0", "dense-seed3"]
 
 
 @pytest.mark.parametrize(
@@ -107,6 +110,8 @@ def test_the_grid_seed_by_seed_dense_once_a_seed(here):
   [
     ("seeds =", "seedz =", "seedz"),
     ("[0, 3]", "[true]", "SEED"),
+    ("[0, 3]", "3", "seeds: .*not a list"),
+    ("[macros]", "[variants.idq]\nBETA = 1\n[macros]", "idq"),
     ('["1:4", "1:8"]', "[]", "patterns"),
     ('baseline = "sr_ste"', 'baseline = "snip"', "baseline"),
     ("[macros]", "[macros]\nINITIAL_CHECKPOINT_PATH = 'x'", "INITIAL_CHECKPOINT_PATH: set"),
