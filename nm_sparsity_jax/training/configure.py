@@ -148,7 +148,7 @@ def agree(stored: Rules, source: str, **given: Any) -> None:
       steps = "sparse_steps", "dense_steps", "finetune_steps"
       trained |= zip(steps, dataclasses.astuple(has.phases), strict=True)
       trained |= {"beta": getattr(has, "beta", None), "gradient": has.gradient_mode}
-    for name in trained.keys() & given:
+    for name in filter(given.__contains__, trained):
       check(name.upper(), given[name], trained[name])
     with _macro("RECIPE_FIELDS"):
       made = dataclasses.replace(has, **given.get("fields", {}))
