@@ -115,6 +115,8 @@ def test_denser_steps_are_never_the_best(row, first, write):
   assert {column["step"] for column in best.values()} == {first, None}
   assert best["overall"]["published"] == row["overall"]
   assert {column["published"] for column in early.values()} == {None}
+  with pytest.raises(ValueError, match=f"no run has scores of step 7: .*{first}"):
+    row_of(run, 7)
 
 
 @pytest.mark.parametrize(
