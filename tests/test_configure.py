@@ -25,6 +25,7 @@ def test_places_share_or_differ():
 @pytest.mark.parametrize(
   "places, settings, message",
   [
+    ("ff", {}, "SPARSITY_RULES='ff': give place"),
     ({"ff": 8}, {}, "SPARSITY_RULES, 'ff': "),
     ({"ff": None}, {"pattern": "8:1"}, "PATTERN: "),
     ({"ff": "1:4"}, {"dense_steps": 30}, "SPARSE_STEPS, DENSE_STEPS"),
@@ -42,6 +43,13 @@ def test_a_mistake_names_the_macro(places, settings, message):
     ("SPARSITY_RULES", {"places": {"ff": "1:2", "q": None}}),
     ("PATTERN='1:8'.*'1:4', '1:2'", {"pattern": "1:8"}),
     ("SPARSE_STEPS", {"sparse_steps": 21}),
+    ("RECIPE='sr_ste'", {"recipe": "sr_ste", "places": {"ff": None, "q": "1:2"}}),
+    ("DENSE_STEPS=1", {"dense_steps": 1}),
+    ("FINETUNE_STEPS=3", {"finetune_steps": 3}),
+    ("BETA=0.5", {"beta": 0.5}),
+    ("GRADIENT='straight_through'", {"gradient": "straight_through"}),
+    ("RECIPE_FIELDS=.*beta=0.5", {"fields": {"beta": 0.5}}),
+    ("INDIVISIBLE='pad'", {"indivisible": "pad"}),
   ],
 )
 def test_the_setting_that_differs_from_a_checkpoint_is_named(macro, given):

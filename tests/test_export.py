@@ -157,12 +157,14 @@ def test_weights_do_not_tell_the_activation_so_you_may(dense, tmp_path, capsys):
 
 
 def test_a_folder_is_pruned_by_finalize_and_export(tmp_path):
-  folder = t5.folder_of("v1_1", tmp_path / "dense")
+  silu = lambda tensors, config: config.update(feed_forward_proj="gated-silu")
+  folder = t5.changed(tmp_path / "dense", silu, "v1_1")
   assert run("verify", folder, "--rules", RULES) == 1
   assert run("finalize", folder, tmp_path / "final", "--rules", RULES) == 0
   assert run("export", tmp_path / "final", tmp_path / "model") == 0
   want = nms.finalize(huggingface.read(folder), RULES_OF_T5, 0, early=True)
   t5.assert_same(huggingface.read(tmp_path / "model"), jax.device_get(want))
+  assert huggingface.Folder(tmp_path / "model").config.mlp_activations == ("silu", "linear")
 
 
 @pytest.mark.parametrize("scan", [False, True])
@@ -253,6 +255,7 @@ def test_what_cannot_be_written_is_one_line(dense, tmp_path, capsys):
     ("export", dense[1], "model.safetensors", rules, "name a folder for a T5"),
     ("export", dense[1], "there", [], "is there already"),
     ("pack", tmp_path / "vit", "m.safetensors", [], "is not 2:8 along axis 0"),
+    ("pack", dense[1], "m.safetensors", ["--rules", "{'ff': '8:8'}"], "nothing can be packed"),
   ):
     assert word in refused(capsys, command, source, tmp_path / out, *flags)
   assert sorted(tmp_path.rglob("*")) == before

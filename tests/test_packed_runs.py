@@ -126,3 +126,7 @@ def test_plan_finds_every_parameter_of_a_network_that_scans(packed, tmp_path, ca
   assert cli.main(["plan", "--json", *command[1:]]) == 0
   restore = json.loads(capsys.readouterr().out)["restore"]
   assert restore["format"] == "packed"
+  start = dict(MODEL_DIR=str(tmp_path), INITIAL_CHECKPOINT_PATH=str(packed), **SCANNED)
+  for macros, fits in ((start, False), (start | dict.fromkeys(SCANNED, False), True)):
+    cli.main(["plan", *test_local.command("local_finetune.gin", **macros)])
+    assert ("of another model" in capsys.readouterr().out) != fits

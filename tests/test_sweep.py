@@ -101,6 +101,8 @@ def test_the_grid_seed_by_seed_dense_once_a_seed(here):
   "old, new, word",
   [
     ("[0, 3]", "[true]", "SEED"),
+    ("[0, 3]", "3", "seeds: .*not a list"),
+    ("[macros]", "[variants.idq]\nBETA = 1\n[macros]", "idq"),
     ("[macros]", "[macros]\nINITIAL_CHECKPOINT_PATH = 'x'", "INITIAL_CHECKPOINT_PATH: set"),
     # What gin, the rules and the run say.
     ('"idp"]', '"idb"]', "idb-1_4-seed0: .*no recipe 'idb'"),

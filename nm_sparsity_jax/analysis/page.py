@@ -80,7 +80,6 @@ def write(
     numbers_of=lambda chart: numbers(chart, names),
   )
   path = pathlib.Path(path)
-  path.parent.mkdir(parents=True, exist_ok=True)
   files.write_atomically(path, text)
   return path
 

@@ -37,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
   add("--pattern", default="1:8", metavar="N:M", help="of --shapes (default: 1:8)")
   add(
     "--dtype", choices=("float32", "bfloat16", "int8"),
-    help="of packed values; of a packed file they are as they are",
+    help="of packed values (default: as they are)",
   )  # fmt: skip
   add("--batch", type=int, default=1, metavar="N", help="examples at once (default: 1)")
   add("--inputs", type=int, default=64, metavar="N", help="tokens of a T5's input (default: 64)")
@@ -50,6 +50,8 @@ def run(args: argparse.Namespace) -> int:
   """Measures and prints."""
   if (args.checkpoint is None) == (args.shapes is None):
     raise ValueError("give a checkpoint, or --shapes K,F,ROWS for products alone.")
+  if (args.batch, args.inputs) != (1, 64) if args.shapes else args.pattern != "1:8":
+    raise ValueError("--pattern is of --shapes, --batch and --inputs of CKPT: leave it out.")
   if args.cores is not None:
     # XLA counts the cores of the process when it is imported.
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: args.cores])
@@ -89,15 +91,18 @@ def _of_checkpoint(args: argparse.Namespace) -> Any:
   from nm_sparsity_jax.runs import checkpoint
   from nm_sparsity_jax.trainer import checkpoints
   from nm_sparsity_jax.trainer.step import Model
+  from nm_sparsity_jax.trainer.workloads import t5, vision
 
   model, path = Model(workload_of(args)), checkpoint.find(args.checkpoint)
   with tempfile.TemporaryDirectory() as room:
     file = path
-    if checkpoint.read(path).packed is None:
+    if args.dtype is not None or checkpoint.read(path).packed is None:
       # A checkpoint is packed as `pack` does it, so its rules and its proof are the same.
       file = f"{room}/packed.safetensors"
       runs.pack(path, file, dtype=args.dtype)
     workload = checkpoints.packed_model(checkpoint.read(file), model).workload
     state, _ = packed_file.read(file)
-  network, params = getattr(workload, "network", workload), state.pop("params")
+  # A network of this package; of a workload of the user's, what it predicts.
+  network = workload.network if isinstance(workload, t5.T5 | vision.Images) else workload
+  params = state.pop("params")
   return bench.bench(network, params, state=state, batch=args.batch, inputs=args.inputs, title=path)

@@ -37,8 +37,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
   add(
     "--feed-forward",
     metavar="WORDS",
-    help="feed_forward_proj of a T5, which weights do not tell; else gated-gelu (T5 1.1) or relu "
-    "(T5 1.0)",
+    help="feed_forward_proj of a T5, where its run did not note it; else gated-gelu (T5 1.1) or "
+    "relu (T5 1.0)",
   )
   _flags.add_rules(parser)
 

@@ -3,7 +3,8 @@
 It takes a checkpoint of `nm-sparsity train`, of T5X or of Kauldron, a packed file, a .safetensors
 file of timm's names, or a folder of Hugging Face's T5. A run's folder stands for its newest
 checkpoint. A checkpoint of a sparse run, one that `nm-sparsity finalize` wrote, and a packed file
-hold their rules. For all else give --rules. One array is in memory at a time. T5X is not needed.
+hold their rules. For all else give --rules. One array is in memory at a time; a packed
+file is read whole. T5X is not needed.
 
 A local run and one of Kauldron store the weights that are deployed: n:m once the schedule is over.
 T5X stores dense weights, on which masks act, and a moving average (EMA_DECAY), which is looked at

@@ -313,7 +313,7 @@ def to_json(config: T5Config, dtype: str = "float32") -> dict[str, Any]:
   'gated-gelu'
 
   Args:
-    config: of the network. Its rules do not matter: zeros of weights are weights.
+    config: of the network.
     dtype: of the tensors, as numpy calls it.
 
   Raises:

@@ -51,9 +51,11 @@ def write(
     What was packed of 'params', what was not, and why.
 
   Raises:
-    ValueError: a kernel is not n:m.
+    ValueError: a kernel is not n:m, or none can be packed.
   """
   params, report = inference_tree.pack_tree(variables["params"], rules, dtype)
+  if not report.packed:
+    raise ValueError(f"nothing can be packed: {'; '.join(dict.fromkeys(report.dense.values()))}.")
   tensors, kernels = {}, {}
   # A kernel is a pytree of its parts; as a leaf it keeps its name.
   leaves = flatten({**variables, "params": params}, lambda x: isinstance(x, NMPacked))

@@ -24,6 +24,7 @@ import numpy as np
 from nm_sparsity_jax.core.files import Lazy, refuse_existing, whole
 from nm_sparsity_jax.core.text import first_line
 from nm_sparsity_jax.core.trees import flatten, nested
+from nm_sparsity_jax.deploy import huggingface
 from nm_sparsity_jax.deploy.names import difference
 from nm_sparsity_jax.runs import files, folders, orbax, other_formats, t5x_format
 from nm_sparsity_jax.training import rules_text
@@ -124,7 +125,7 @@ def as_stored(path: str | os.PathLike | Stored) -> Stored:
 
 
 def read(name: str, like: Mapping[str, Any] | None = None, config: Any = None) -> Stored:
-  """Reads what a checkpoint holds, and none of its large arrays.
+  """Reads what a checkpoint holds, and none of its large arrays; a packed file it reads whole.
 
   Args:
     name: of the folder or file; a URL such as 'gs://bucket/run/checkpoint_1000' for Orbax and T5X.
@@ -201,20 +202,24 @@ def _damage(path: str, what: str) -> Iterator[None]:
     raise ValueError(f"{path!r} is damaged: {what} cannot be read ({first_line(e)})") from e
 
 
-def network_settings(name: str) -> dict[str, int]:
-  """Returns settings of the network that shapes do not reveal, such as Swin's window.
+def network_settings(name: str) -> dict[str, Any]:
+  """Returns settings of the network that shapes do not reveal: Swin's window, T5's activations.
 
-  `write` notes them in the checkpoint, and the local runner in run.json beside it.
+  `write` notes them in the checkpoint, and the local runner in run.json beside it. Hugging Face's
+  config.json has them too.
 
   Args:
     name: of the checkpoint.
   """
   folder = folders.path_of(name)
+  if huggingface.is_folder(folder):
+    return {"mlp_activations": huggingface.Folder(folder).config.mlp_activations}
   # Its own notes first: what `finalize` wrote may lie in the folder of another run.
   found = files.read_json(folder / _NOTES, None)
   if found is None:
     found = files.read_json(folder.parent / "run.json", {}).get("workload") or {}
-  return dict(found.get("network_settings", {}))
+  noted = found.get("network_settings", {}).items()
+  return {name: tuple(x) if isinstance(x, list) else x for name, x in noted}  # JSON has no tuple
 
 
 def load(stored: Stored, like: Any, shardings: Any) -> Any:
@@ -264,7 +269,7 @@ def check_new(folder: str) -> None:
 def write(
   folder: str,
   arrays: Mapping[str, Any],
-  settings: Mapping[str, int] | None = None,
+  settings: Mapping[str, Any] | None = None,
   rules: str | None = None,
 ) -> None:
   """Writes a new Orbax checkpoint that T5X can open: all of it, or nothing.

@@ -37,7 +37,7 @@ def rules_for(stored: Stored, given: Given, axes: Mapping[str, Any] | None = Non
     if given is None:
       raise ValueError(
         f"{stored.path} holds no rules: say what should be n:m, such as rules={{'ff': '1:8'}} "
-        "(--rules)"
+        "(--rules of `verify`, `finalize`, `pack` and `export`)"
       )
     return given.with_axes(axes or {})
   own = rules_text.parse(stored.known_rules)

@@ -53,8 +53,9 @@ def export(
     out: the file, F.safetensors, or the folder, which must not be there.
     rules: as in `verify`, for a checkpoint that holds none and is sparse.
     axes: as in `verify`.
-    feed_forward: of a T5, `feed_forward_proj` of config.json, which weights do not tell; None =
-      'gated-gelu' where the MLP has two input projections, else 'relu'.
+    feed_forward: of a T5, `feed_forward_proj` of config.json, which weights do not tell; None = as
+      noted by the local runner, `finalize` or `convert`. Where nothing is noted, it is 'gated-gelu'
+      if the MLP has two input projections, else 'relu'.
 
   Returns:
     The proof of the file, read back; None for a dense checkpoint, which has nothing to prove.
@@ -76,10 +77,10 @@ def export(
     rules = _rules_of_layers(proof.rules, shapes)
   arrays = {key: np.asarray(x) for key, x in stored.variables().items()}
   if is_t5:
-    config = huggingface.config_of(shapes, stored.path)
+    noted = checkpoint.network_settings(stored.path)
     if feed_forward:
-      activations = huggingface.activations_of(feed_forward, "feed_forward")
-      config = dataclasses.replace(config, mlp_activations=activations)
+      noted = {"mlp_activations": huggingface.activations_of(feed_forward, "feed_forward")}
+    config = dataclasses.replace(huggingface.config_of(shapes, stored.path), **noted)
     params = {key.removeprefix("params/"): x for key, x in arrays.items()}
     huggingface.write(file, params, config)
   else:
@@ -150,16 +151,15 @@ def convert(path: str | os.PathLike, out: str | os.PathLike, scan_layers: bool =
   folder = huggingface.Folder(path)
   config = dataclasses.replace(folder.config, scan_layers=scan_layers)
   arrays = {f"target/{k}": np.asarray(x, np.float32) for k, x in folder.arrays(config).items()}
-  made = os.path.join(out, "checkpoint_0")
+  made, noted = os.path.join(out, "checkpoint_0"), checkpoint.network_settings(folder.path)
   # T5X restores a step as well.
-  checkpoint.write(made, arrays | {"state/step": np.asarray(np.int32(0))})
+  checkpoint.write(made, arrays | {"state/step": np.asarray(np.int32(0))}, noted)
   return made
 
 
 def _check_name(file: str, is_folder: bool = False) -> None:
   if file.endswith(safetensors_file.SUFFIX) == is_folder:
-    file_name = f"a file that ends in {safetensors_file.SUFFIX}"
-    wanted = "a folder for a T5, which has config.json as well" if is_folder else file_name
+    wanted = "a folder for a T5, which has config.json as well" if is_folder else "F.safetensors"
     raise ValueError(f"{file!r}: name {wanted}.")
 
 

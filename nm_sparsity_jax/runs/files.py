@@ -20,13 +20,14 @@ def whole_file(path: str | os.PathLike) -> Iterator[pathlib.Path]:
         ...
 
   Args:
-    path: the file. Its folder is there.
+    path: the file. Its folder is made.
 
   Yields:
     The path to write to, in the same folder, so that a kill leaves the file that was there before.
     An error removes it; what a kill leaves, the next call overwrites.
   """
   path = pathlib.Path(path)
+  path.parent.mkdir(parents=True, exist_ok=True)
   unfinished = path.with_name(path.name + ".tmp")
   try:
     yield unfinished

@@ -147,6 +147,10 @@ def stored_rules(path: str, pretrained_steps: int | None = None, **settings: Any
       raise
     stored = None  # a plan goes on, and says so where it looks at the checkpoint
   if stored is None or stored.rules is None:
+    if settings.get("recipe") is None:
+      raise ValueError(
+        f"{path!r} holds no rules of a sparse run: set RECIPE = 'dense' to evaluate it as it is."
+      )
     known = {name: value for name, value in settings.items() if value is not None}
     # `ff` is what gin_configs/sparsity.gin makes sparse.
     return configure.rules(**{"places": {"ff": None}, **known})

@@ -300,6 +300,7 @@ def evaluate(
   found = evaluator.evaluate(variables, step)
   with contextlib.closing(writers.Curves(pathlib.Path(evaluator.folder))) as curves:
     _tell(found, evaluator.model, step, curves, print)
+    curves.flush()
   return 0
 
 
@@ -348,7 +349,7 @@ def _open(
 
   The arguments are those of `evaluate`.
   """
-  folder = _folder("output_dir", output_dir)
+  folder = _folder("EVAL_OUTPUT_DIR or INFER_OUTPUT_DIR", output_dir)
   # Its curves and config.gin would be written over. A new run has no checkpoint yet.
   if (folder / "run.json").exists() or run_folders.latest(folder) is not None:
     raise ValueError(f"{str(folder)!r} holds a run: take another folder.")
@@ -367,7 +368,6 @@ def _open(
     params = inference_tree.prepare(held["params"], evaluator.rows(), memory=memory)
     variables = jax.device_put({**held, "params": params}, model.replicated)
   # Last: what is refused leaves the user's config.gin.
-  folder.mkdir(parents=True, exist_ok=True)
   files.write_atomically(folder / "config.gin", config)
   print(f"{stored.path}: {about}")
   return evaluator, variables, stored.step or 0

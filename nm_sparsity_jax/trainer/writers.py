@@ -7,6 +7,8 @@ A room is 'train', 'training_eval/<task>' or 'inference_eval/<task>'.
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import json
 import pathlib
 from collections.abc import Callable, Mapping
@@ -45,22 +47,20 @@ class Curves:
 
   def flush(self) -> None:
     """Flushes all files: a checkpoint of this step follows."""
-    for lines, events in self._rooms.values():
-      lines.flush()
-      events.flush()
+    for file in itertools.chain(*self._rooms.values()):
+      file.flush()
 
   def close(self) -> None:
-    """Closes all files."""
-    for lines, events in self._rooms.values():
-      lines.close()
-      events.close()
+    """Closes all files. What was flushed is written: of the rest, an error is not raised."""
+    for file in itertools.chain(*self._rooms.values()):
+      with contextlib.suppress(Exception):  # a full disk, which has stopped the run already
+        file.close()
 
 
 def _opened(folder: pathlib.Path, step: int) -> tuple[Any, Any]:
   """Opens metrics.jsonl, without lines that come again, and a writer of events."""
   with quiet():  # TensorFlow, which clu imports, writes past Python
     from clu import metric_writers
-  folder.mkdir(parents=True, exist_ok=True)
   path, kept = folder / "metrics.jsonl", []
   for line in path.read_text().splitlines(keepends=True) if path.is_file() else ():
     # A run that was killed wrote half a line, or lines of steps that it does again.

@@ -9,6 +9,7 @@ Plain functions: a configuration library binds their arguments, and nothing here
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -63,8 +64,8 @@ def rules(
       phases = Phases(total=sparse_steps, dense=dense, finetune=finetune)
   settings = {"phases": phases, "beta": beta, "gradient": gradient, **(fields or {})}
   made: dict[str, Recipe] = {}
-  with _macro("SPARSITY_RULES"):
-    places = dict(places)
+  if not isinstance(places, Mapping):
+    raise ValueError(f"SPARSITY_RULES={places!r}: give place -> pattern, such as {{'ff': '1:8'}}.")
   for place, value in places.items():
     if isinstance(value, Recipe):
       made[place] = value
@@ -77,13 +78,13 @@ def rules(
     return Rules(made, axes or {}, indivisible)
 
 
-def _recipe(name: str | None, pattern: Any, settings: Mapping[str, Any], macro: str) -> Recipe:
+def _recipe(name: Any, pattern: Any, settings: Mapping[str, Any], macro: str) -> Recipe:
   """Returns the recipe of one place; `macro` is where its pattern comes from."""
   if name != Dense.name:  # which needs none
     with _macro(macro):
       pattern = NM.parse(pattern)
   with _macro("RECIPE, SPARSE_STEPS, BETA, GRADIENT, RECIPE_FIELDS"):
-    return make_recipe(str(name), pattern=pattern, **settings)
+    return make_recipe(name, pattern=pattern, **settings)
 
 
 @contextlib.contextmanager
@@ -103,8 +104,8 @@ def train_steps(pretrained_steps: int, sparse_steps: int | None) -> int:
 def agree(stored: Rules, source: str, **given: Any) -> None:
   """Refuses a setting that says something else than the rules of a checkpoint.
 
-  A setting must be that of some place, since the text of rules does not say which places share it.
-  Other settings, such as BETA, are not compared: those of the checkpoint count.
+  A pattern must be that of some place, since the text of rules does not say which places share it.
+  All else must be that of every place which SPARSITY_RULES gives no recipe of its own.
 
   >>> stored = rules({"ff": None}, "sr_ste", "1:4", sparse_steps=100)
   >>> agree(stored, "checkpoint_100", recipe="sr_ste", sparse_steps=100)
@@ -129,22 +130,26 @@ def agree(stored: Rules, source: str, **given: Any) -> None:
         f"{macro} out. Where a file sets it, None counts as left out."
       )
 
-  if (places := given.get("places")) is not None:
-    check("SPARSITY_RULES", {*places}, {*stored.places})
-    for place, value in places.items():
-      has, macro = stored.places[place], f"SPARSITY_RULES, {place!r}"
-      if isinstance(value, Recipe):
-        check(macro, value, has)
-      elif value is not None:
-        check(macro, str(NM.parse(value)), str(has.pattern))
-  recipes = stored.places.values()
-  sparse = [recipe for recipe in recipes if recipe.phases]  # a dense one has a name alone
-  trained = {
-    "recipe": [recipe.name for recipe in recipes],
-    "pattern": [str(recipe.pattern) for recipe in sparse],
-    "sparse_steps": [recipe.phases.total for recipe in sparse],
-  }
-  for name, has in trained.items():
-    value = given.get(name)
-    if value is not None and has:
-      check(name.upper(), str(NM.parse(value)) if name == "pattern" else value, *has)
+  given = {name: value for name, value in given.items() if value is not None}
+  places = given.get("places", dict.fromkeys(stored.places))
+  check("SPARSITY_RULES", {*places}, {*stored.places})
+  shared = {str(stored.places[place].pattern): 0 for place, said in places.items() if said is None}
+  if "pattern" in given and shared:
+    check("PATTERN", str(NM.parse(given["pattern"])), *shared)
+  for place, said in places.items():
+    has = stored.places[place]
+    if isinstance(said, Recipe):
+      check(f"SPARSITY_RULES, {place!r}", said, has)
+      continue
+    if said is not None:
+      check(f"SPARSITY_RULES, {place!r}", str(NM.parse(said)), str(has.pattern))
+    trained: dict[str, Any] = {"recipe": has.name, "indivisible": stored.indivisible}
+    if has.phases:  # a dense one may have a name alone
+      steps = "sparse_steps", "dense_steps", "finetune_steps"
+      trained |= zip(steps, dataclasses.astuple(has.phases), strict=True)
+      trained |= {"beta": getattr(has, "beta", None), "gradient": has.gradient_mode}
+    for name in filter(given.__contains__, trained):
+      check(name.upper(), given[name], trained[name])
+    with _macro("RECIPE_FIELDS"):
+      made = dataclasses.replace(has, **given.get("fields", {}))
+    check("RECIPE_FIELDS", made, has)

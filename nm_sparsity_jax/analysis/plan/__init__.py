@@ -10,7 +10,8 @@
 
 Nothing of the model's size is allocated.
 
-    from nm_sparsity_jax import gin_files, plan
+    from nm_sparsity_jax import plan
+    from nm_sparsity_jax.integrations import gin_files
 
     report = plan.plan(
       ["gin_configs/models/t5.gin", "gin_configs/sparsity.gin"],

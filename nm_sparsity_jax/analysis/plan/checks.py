@@ -111,13 +111,18 @@ def restore(plan: Plan, path: str | None) -> dict[str, Any] | None:
     return None
   network_config = getattr(plan.workload, "network_config", None)
   stored = checkpoint.read(str(name), plan.variables, network_config)
+  if plan.state is not None and stored.format not in ("Orbax", "T5X"):
+    raise ValueError(
+      f"{stored.path} is a file or folder of the format {stored.format!r}, which T5X cannot open: "
+      "take a checkpoint, such as `nm-sparsity finalize` or `convert` writes"
+    )
   if plan.config.program == "train":
     _check_steps(plan, stored, newest is not None)
   part = {name: getattr(stored, name) for name in ("path", "format", "step", "sparse_step")}
   if plan.state is not None:
     part["sections"] = _sections(plan, stored, newest is not None)
   elif (params := plan.params) is not None:
-    if stored.packed is not None:  # its network does not scan
+    if stored.packed and plan.config.program != "train":  # the network that runs it has no scan
       params, _ = unstack_layers.unstacked(params, plan.workload.network_config)
     plan.attempt(checkpoint.check_shapes, stored, {"target": params})
   return part

@@ -89,6 +89,10 @@ def rate(plan: Plan) -> dict[str, Any] | None:
     with jax.numpy_dtype_promotion("standard"):  # T5X's and users' own
       function = jax.vmap(function)(at + np.int32(offset))
   values = np.broadcast_to(np.asarray(function, np.float64), at.shape)
+  if values.argmax() == len(at) - 1 > 0:
+    plan.warnings.append(
+      f"the learning rate rises until the last of {steps:,} steps: lower WARMUP_STEPS"
+    )
   return {"first": values[0], "highest": values.max(), "last": values[-1]}
 
 

@@ -59,9 +59,7 @@ def match(run: Run) -> tuple[dict[str, Any] | None, list[str]]:
 
 
 # Of a named configuration; another field makes it a network of other sizes.
-_NO_SIZES = {
-  "name", "image_size", "classes", "dropout", "drop_path", "dtype", "remat", "scan", "std",
-}  # fmt: skip
+_NO_SIZES = {"name", "image_size", "classes", "dropout", "drop_path", "dtype", "std"}
 
 
 def image_network(gin: str) -> str | None:

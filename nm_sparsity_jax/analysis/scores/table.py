@@ -123,6 +123,9 @@ def score(paths: Sequence[str | pathlib.Path], checkpoint: Checkpoint = "best") 
 
 def of_runs(runs: Sequence[Run], checkpoint: Checkpoint) -> dict[str, Any]:
   """Returns what `score` returns, of runs that were read."""
+  steps = {step for run in runs for series in run.tasks.values() for step in series}
+  if checkpoint not in {"best", "last", *steps}:
+    raise ValueError(f"no run has scores of step {checkpoint}: choose one of {sorted(steps)}.")
   return {"checkpoint": checkpoint, "runs": [_row(run, checkpoint) for run in runs]}
 
 

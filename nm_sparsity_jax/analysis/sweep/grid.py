@@ -17,7 +17,7 @@ from nm_sparsity_jax.integrations import gin_files
 from nm_sparsity_jax.runs import files, folders
 from nm_sparsity_jax.runs import settings as run_settings
 
-_REQUIRED = ("out", "gin_files", "recipes", "patterns", "seeds")
+_REQUIRED = ("out", "gin_files", "recipes", "seeds", "patterns")
 _OPTIONAL = ("baseline", "macros", "start", "variants")
 _SET_BY_SWEEP = {"PATTERN", "RANDOM_SEED", "DATA_SEED", "MODEL_DIR"}
 START = "start"  # the name of the dense runs that others start from
@@ -139,7 +139,7 @@ def read(file: str, imports: Sequence[str] = (), data: bool = False) -> Sweep:
   try:
     table = tomllib.loads(text)  # its error is a ValueError too
     _check_keys(table)
-    grid = {name: list(dict.fromkeys(table[name])) for name in ("recipes", "patterns", "seeds")}
+    grid = {name: list(dict.fromkeys(table.get(name, []))) for name in _REQUIRED[2:]}
     baseline = table.get("baseline", grid["recipes"][0])
     if baseline not in grid["recipes"]:
       raise ValueError(f"baseline={baseline!r}: name one of the recipes.")
@@ -155,12 +155,18 @@ def read(file: str, imports: Sequence[str] = (), data: bool = False) -> Sweep:
 def _check_keys(table: Mapping[str, Any]) -> None:
   if unknown := sorted(table.keys() - {*_REQUIRED, *_OPTIONAL}):
     raise ValueError(f"unknown keys {unknown}. A gin macro belongs in [macros].")
-  if missing := [key for key in _REQUIRED if not table.get(key)]:
-    raise ValueError(f"{', '.join(missing)}: missing or empty.")
+  required = _REQUIRED[:-1] if table.get("recipes") == ["dense"] else _REQUIRED
+  is_right = lambda key, x: x and isinstance(x, list) != (key == "out")
+  if wrong := [key for key in required if not is_right(key, table.get(key))]:
+    raise ValueError(f"{', '.join(wrong)}: missing, empty or not a list, such as ['sr_ste'].")
+  variants = table.get("variants", {})
+  if unused := variants.keys() - table["recipes"]:
+    raise ValueError(f"variants {sorted(unused)}: name them among the recipes.")
   of_run = {*_SET_BY_SWEEP, "RECIPE"} | ({"INITIAL_CHECKPOINT_PATH"} if START in table else set())
-  variants = table.get("variants", {}).values()
   set_here = {*table.get("macros", {}), *table.get(START, {})} & of_run
-  if theirs := sorted(set_here.union(*(_SET_BY_SWEEP & variant.keys() for variant in variants))):
+  if theirs := sorted(
+    set_here.union(*(_SET_BY_SWEEP & variant.keys() for variant in variants.values()))
+  ):
     raise ValueError(f"{', '.join(theirs)}: set by the sweep. Leave it out.")
 
 
@@ -214,8 +220,8 @@ def _steps(sweep: Sweep, run: Run, data: bool) -> int:
       patterns = {str(recipe.pattern) for recipe in made.model.rules.places.values()}
       if run.pattern and run.pattern not in patterns:
         raise ValueError(
-          f"its rules have the patterns {sorted(patterns)}, since SPARSITY_RULES names its own. "
-          "Give places without one, {'ff': None}, in a gin file."
+          f"its rules have the patterns {sorted(patterns)}. Write the sweep's in this form, and in "
+          "a gin file give SPARSITY_RULES without any, {'ff': None}."
         )
       if data:
         made.model.workload.check()

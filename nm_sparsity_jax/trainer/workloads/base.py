@@ -26,8 +26,8 @@ from nm_sparsity_jax.training import flops
 _log = logging.getLogger(__name__)
 # 'mse' and its like count only as a whole word of a name, such as 'eval_mse'.
 _LESS = re.compile(r"loss|error|perplexity|(^|_)(mse|mae|rmse)($|_)")
-# Fields of a network's config that no shape of a parameter reveals: Swin's window, a ViT's heads.
-_UNSEEN = ("window", "heads")
+# Fields of a network's config that no shape of a parameter reveals: Swin's, a ViT's, a T5's.
+_UNSEEN = ("window", "heads", "mlp_activations")
 
 Batch = Mapping[str, Any]
 
@@ -203,12 +203,13 @@ def describe(workload: Workload) -> dict[str, Any]:
   except Exception as e:  # of the user's own code: a run does without
     _log.warning("no FLOPs of %s: %s", kind.__name__, e)
     ops = None
-  # A window may also be a tuple or a function of the layer, which JSON lacks.
-  settings = {name: getattr(config, name, None) for name in _UNSEEN}
+  # A window, or an activation, may also be a function, '<function ...>', which JSON lacks.
+  noted = {name: getattr(config, name, None) for name in _UNSEEN}
+  settings = {k: x for k, x in noted.items() if type(x) in (int, tuple) and "<" not in repr(x)}
   return {
     "class": f"{kind.__module__}.{kind.__qualname__}",
     "weight": workload.weight,
     "lengths": getattr(workload, "lengths", None),
     "ops": ops,
-    "network_settings": {name: x for name, x in settings.items() if type(x) is int},
+    "network_settings": settings,
   }

@@ -170,6 +170,11 @@ def mixed(
     mixup: see `Images`.
     cutmix: see `Images`.
   """
+  if len(images) % 2:
+    raise ValueError(
+      f"MIXUP and CUTMIX mix pairs, and there are {len(images)} images: choose BATCH_SIZE and "
+      "MICROBATCHES so that each part of a batch has an even number."
+    )
   partner = lambda x: x.reshape(-1, 2, *x.shape[1:])[:, ::-1].reshape(x.shape)
   keys = jax.random.split(rng, 4)
   alpha = jnp.float32(mixup or 1.0)
