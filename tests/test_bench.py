@@ -63,5 +63,5 @@ def test_the_command_measures_shapes(monkeypatch, capsys):
   assert cli.main(["bench", "--shapes", "16,8,1", "32,8,1", "--pattern", "1:16", "--json"]) == 0
   found = json.loads(capsys.readouterr().out)
   assert [t["dense_bytes"] for t in found["timings"]] == [16 * 8 * 4, 32 * 8 * 4]
-  for wrong, word in (([], "--shapes"), (["--shapes", "16,8,1", "--batch", "2"], "leave it out")):
+  for wrong, word in (([], "--shapes"), (["--shapes", "16,8,1", "--batch", "2"], "--pattern")):
     assert cli.main(["bench", *wrong]) == 1 and word in capsys.readouterr().err

@@ -37,8 +37,3 @@ def test_verify_knows_each_pattern(name):
   (found,) = nms.verify(twice, rules("1:2")).places
   assert (found.bad_groups, found.density) == (is_used.sum(), is_used.mean())
   assert found.not_finite == 2 * sum(p in not_finite for p in pattern)
-
-
-def test_other_dtypes_are_refused_by_name():
-  with pytest.raises(ValueError, match="'a/kernel' has dtype .*bool"):
-    nms.verify({"a": {"kernel": np.zeros((4, 2), bool)}}, rules("1:2"))

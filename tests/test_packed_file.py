@@ -85,7 +85,6 @@ def test_values_of_another_dtype_are_those_of_pack(dtype, tmp_path):
 
 # What is wrong -> (how the tensors and the header change, a word).
 WRONG = {
-  "another version": (lambda tensors, header: header.update(version=1), "version"),
   "another depth": (
     lambda tensors, header: header["packed"][WIDE].update(depth=72),
     "do not fit 1:8",

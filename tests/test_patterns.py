@@ -19,7 +19,7 @@ def test_text_and_value_are_the_same_thing(pair):
 @pytest.mark.parametrize(
   "n, m, word",
   [
-    (4, 2, "Did you mean '2:4'"), (0, 8, "1 <= n"), (1.0, 8, "two ints"), (True, 4, "two ints"),
+    (4, 2, "Did you mean '2:4'"), (0, 8, "1 <= n"), (1.0, 8, "are ints"), (True, 4, "are ints"),
   ],
 )  # fmt: skip
 def test_wrong_numbers_name_the_rule(n, m, word):

@@ -48,10 +48,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
   """Measures and prints."""
-  if (args.checkpoint is None) == (args.shapes is None):
-    raise ValueError("give a checkpoint, or --shapes K,F,ROWS for products alone.")
-  if (args.batch, args.inputs) != (1, 64) if args.shapes else args.pattern != "1:8":
-    raise ValueError("--pattern is of --shapes, --batch and --inputs of CKPT: leave it out.")
+  has_idle = (args.batch, args.inputs) != (1, 64) if args.shapes else args.pattern != "1:8"
+  if (args.checkpoint is None) == (args.shapes is None) or has_idle:
+    raise ValueError(
+      "give a checkpoint, with --batch and --inputs, or --shapes K,F,ROWS for products alone, "
+      "with --pattern."
+    )
   if args.cores is not None:
     # XLA counts the cores of the process when it is imported.
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: args.cores])

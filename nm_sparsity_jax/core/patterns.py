@@ -27,14 +27,13 @@ class NM:
   m: int
 
   def __post_init__(self):
-    for value in (self.n, self.m):
-      if isinstance(value, bool) or not isinstance(value, int):
-        raise ValueError(f"NM({self.n!r}, {self.m!r}): give two ints, such as NM(1, 8).")
-    if not 1 <= self.n <= self.m:
-      swapped = f" Did you mean '{self.m}:{self.n}'?" if 1 <= self.m < self.n else ""
+    are_ints = all(type(value) is int for value in (self.n, self.m))  # True is no count
+    if not are_ints or not 1 <= self.n <= self.m:
+      is_swapped = are_ints and 1 <= self.m < self.n
+      swapped = f" Did you mean '{self.m}:{self.n}'?" if is_swapped else ""
       raise ValueError(
         f"'{self.n}:{self.m}' is not a pattern: n counts the weights kept in a group of m, so "
-        f"1 <= n <= m must hold.{swapped}"
+        f"they are ints and 1 <= n <= m.{swapped}"
       )
 
   @classmethod

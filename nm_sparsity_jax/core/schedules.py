@@ -199,13 +199,12 @@ def decay(kind: str | None, beta: float | None, phases: Phases) -> Curve:
     beta: how fast D falls; None takes 1 / j* (linear) or ln(1000) / j* (exponential).
     phases: the steps of the sparse run.
   """
-  if kind not in (None, "linear", "exponential") or (kind is None and beta is not None):
+  is_beta = beta is None or (kind is not None and 0 < beta < math.inf)
+  if kind not in (None, "linear", "exponential") or not is_beta:
     raise ValueError(
       f"decay_kind={kind!r} with beta={beta!r}: choose 'linear', 'exponential' or None, and beta "
-      "needs decay_kind."
+      "needs decay_kind and is a positive number, or D would not fall."
     )
-  if beta is not None and not 0 < beta < math.inf:
-    raise ValueError(f"beta={beta!r}: give a positive number, or D would not fall.")
   if kind is None:
     return HARD
   horizon = min(0.7 * phases.total, phases.finetune_start) - phases.dense

@@ -30,7 +30,7 @@ from nm_sparsity_jax.deploy import inference_tree, safetensors_file
 from nm_sparsity_jax.training import rules_text
 from nm_sparsity_jax.training.rules import Rules
 
-_ENTRY, _VERSION = "nm_sparsity_jax", 2
+_ENTRY = "nm_sparsity_jax"
 _PARTS = ("values", "indices", "scale")  # fields of NMPacked, and tensors NAME.nm_values, ...
 
 
@@ -66,7 +66,7 @@ def write(
       tensors |= {full: part for full, part in parts.items() if part is not None}
     else:
       tensors[name] = x
-  header = {"version": _VERSION, "rules": rules_text.describe(rules), "packed": kernels}
+  header = {"rules": rules_text.describe(rules), "packed": kernels}
   safetensors_file.write(path, tensors, {_ENTRY: json.dumps(header)})
   return report
 
@@ -86,15 +86,13 @@ def read(path: str | os.PathLike) -> tuple[dict[str, Any], str]:
     path: of the file, on a local disk.
 
   Raises:
-    ValueError: it is not a packed file of this version; or a shape, an index, a bit of padding or a
+    ValueError: it is not a packed file; or a shape, an index, a bit of padding or a
       scale is not as `pack` makes it.
   """
   file = safetensors_file.Opened(path)
   arrays: dict[str, Any] = {name: np.asarray(x) for name, x in file.tensors.items()}
   try:
     header = json.loads(file.metadata[_ENTRY])
-    if header["version"] != _VERSION:
-      raise ValueError(f"its version is {header['version']}, and this package reads {_VERSION}")
     for name, kernel in header["packed"].items():
       parts = [arrays.pop(f"{name}.nm_{part}", None) for part in _PARTS]
       made = _kernel(NM(kernel["n"], kernel["m"]), kernel["depth"], *parts)

@@ -16,7 +16,6 @@ import numpy as np
 
 from nm_sparsity_jax.analysis.bench import timing
 from nm_sparsity_jax.analysis.bench.timing import Found, Timing
-from nm_sparsity_jax.core.packed import NMPacked
 from nm_sparsity_jax.deploy import inference_tree
 from nm_sparsity_jax.models.t5 import T5Config
 from nm_sparsity_jax.trainer.workloads import Workload, decoding
@@ -51,11 +50,8 @@ def bench(
     title: what was looked at.
 
   Raises:
-    ValueError: nothing is packed, or the network is of another kind.
+    ValueError: the network is of another kind.
   """
-  is_packed = lambda x: isinstance(x, NMPacked)
-  if not any(map(is_packed, jax.tree.leaves(tree, is_leaf=is_packed))):
-    raise ValueError("nothing is packed here: take the tree of inference_tree.pack_tree.")
   rows_of = inference_tree.rows_of(getattr(network, "config", None), batch, inputs)
   dense = jax.tree.map(_float32, inference_tree.unpack_tree(tree))
   packed = inference_tree.prepare(tree, rows_of)

@@ -31,8 +31,11 @@ def check(plan: Plan, name: str) -> dict[str, Any]:
     plan: of the run.
     name: of the topology, such as 'v5e:4x4'.
   """
-  if plan.rules is None or plan.config.program != "train":
-    raise ValueError(f"--topology {name}: name the files of a training run, with its rules")
+  has_batch = plan.number("BATCH_SIZE") is not None
+  if plan.rules is None or plan.config.program != "train" or not has_batch:
+    raise ValueError(
+      f"--topology {name}: name the files of a training run, with its rules and BATCH_SIZE"
+    )
   devices = topology.devices(name)
   lower = _local if plan.config.local else _t5x
   part: dict[str, Any] = {"name": name, "chips": len(devices)}
@@ -80,7 +83,5 @@ def _local(plan: Plan, devices: Sequence[Any], rules: Rules | None) -> Any:
 
 def _t5x(plan: Plan, devices: Sequence[Any], rules: Rules | None) -> Any:
   """Returns the lowered train step of T5X's trainer; None = with the run's own rules."""
-  if plan.number("BATCH_SIZE") is None:
-    raise ValueError("--topology needs BATCH_SIZE, the examples of a step")
   model = plan.model if rules is None else plan.model.with_rules(rules)
   return plan.t5x_programs(model, devices).train_step()

@@ -153,15 +153,16 @@ def read(file: str, imports: Sequence[str] = (), data: bool = False) -> Sweep:
 
 
 def _check_keys(table: Mapping[str, Any]) -> None:
-  if unknown := sorted(table.keys() - {*_REQUIRED, *_OPTIONAL}):
-    raise ValueError(f"unknown keys {unknown}. A gin macro belongs in [macros].")
+  variants = table.get("variants", {})
+  unused = {f"variants.{name}" for name in variants if name not in table.get("recipes", ())}
+  if unknown := sorted(unused | table.keys() - {*_REQUIRED, *_OPTIONAL}):
+    raise ValueError(
+      f"unknown keys {unknown}. A gin macro belongs in [macros], and a variant among the recipes."
+    )
   required = _REQUIRED[:-1] if table.get("recipes") == ["dense"] else _REQUIRED
   is_right = lambda key, x: x and isinstance(x, list) != (key == "out")
   if wrong := [key for key in required if not is_right(key, table.get(key))]:
     raise ValueError(f"{', '.join(wrong)}: missing, empty or not a list, such as ['sr_ste'].")
-  variants = table.get("variants", {})
-  if unused := variants.keys() - table["recipes"]:
-    raise ValueError(f"variants {sorted(unused)}: name them among the recipes.")
   of_run = {*_SET_BY_SWEEP, "RECIPE"} | ({"INITIAL_CHECKPOINT_PATH"} if START in table else set())
   set_here = {*table.get("macros", {}), *table.get(START, {})} & of_run
   if theirs := sorted(
