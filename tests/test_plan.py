@@ -121,7 +121,7 @@ def test_text_json_and_library_say_the_same(run, tmp_path, capsys):
   text = capsys.readouterr().out
   assert text == plan.render(report) + "\n"
   kept = f"kept: {report['cost']['parameters']['kept']:,}"
-  for words in ("mlp/wo/kernel", "\n1000 ", "ends with D = 5.18e-05", kept, "Nothing stands"):
+  for words in ("mlp/wo/kernel", "\n1,000 ", "ends with D = 5.18e-05", kept, "Nothing stands"):
     assert words in text, text
 
 

@@ -54,7 +54,7 @@ def run(args: argparse.Namespace) -> int:
     print("The moving average of a run is dense: `nm-sparsity finalize` makes zeros.")
   elif proof.stored.in_place:
     print("The weights of this run are n:m when its schedule is over.")
-  elif proof.stored.sparse_step is not None:
+  elif proof.stored.sparse_step is not None and not proof.rules.is_dense:
     print("T5X stores dense weights, on which masks act: `nm-sparsity finalize` makes zeros.")
   return 1
 

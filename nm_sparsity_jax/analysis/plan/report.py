@@ -102,7 +102,7 @@ def render(report: Mapping[str, Any]) -> str:
   blocks = [report.get("kernels", "")]
   for part in report.get("schedule", ()):
     title = ", ".join(f"{name}: {part[name]}" for name in part if name != "segments")
-    rows = [[*part["segments"][0]], *([*segment.values()] for segment in part["segments"])]
+    rows = [[*part["segments"][0]], *(map(_text, s.values()) for s in part["segments"])]
     blocks.append("\n".join([title, *columns(rows)]))
   apart = ("ok", "kernels", "schedule", "errors", "warnings")
   blocks.append("\n".join(_lines({k: v for k, v in report.items() if k not in apart})))
@@ -121,5 +121,11 @@ def _lines(part: Mapping[str, Any], indent: str = "") -> Iterator[str]:
       yield f"{indent}{name}"
       yield from _lines(value, f"{indent}  ")
     elif value not in (None, []):
-      digits = ",.6g" if isinstance(value, float) else "," if isinstance(value, int) else ""
-      yield f"{indent}{name}: {value:{digits}}"
+      yield f"{indent}{name}: {_text(value)}"
+
+
+def _text(value: Any) -> str:
+  """Returns a number with as many digits as are of use, and anything else as it is."""
+  if isinstance(value, float):
+    return f"{value:,.0f}" if abs(value) >= 1e6 else f"{value:.6g}"
+  return f"{value:,}" if isinstance(value, int) else str(value)
