@@ -263,5 +263,5 @@ def test_names_are_escaped_and_nothing_is_fetched(tmp_path):
   ]
   page.write(tmp_path / "page.html", odd, [odd], [Section("s", odd, parts)], {odd: odd})
   text = (tmp_path / "page.html").read_text("utf-8")
-  assert "<y>" not in text and text.count(str(markupsafe.escape(odd))) == 18
+  assert "<y>" not in text and text.count(str(markupsafe.escape(odd))) == 19
   assert not re.search(r"<(script|link|iframe)|(src|href)=\"(?!#|data:image)|@import|url\(", text)

@@ -118,6 +118,8 @@ def rules_of(folder: str | os.PathLike) -> Rules:
     return rules_text.parse(text)
   settings = read_settings(folder)
   known = {name: settings[macro] for name, macro in _MACROS.items() if macro in settings}
+  if references := [_MACROS[k] for k, value in known.items() if isinstance(value, Reference)]:
+    raise ValueError(f"config.gin: {', '.join(references)} is not a plain value")
   return configure.rules(**{"places": None, **known})
 
 
