@@ -117,16 +117,14 @@ def random(depth: int, features: int, pattern: NM, dtype: Any = None) -> NMPacke
   2
 
   Args:
-    depth: the axis that is contracted, a multiple of m.
+    depth: the axis that is contracted.
     features: columns.
     pattern: n:m.
     dtype: of the values; None: float32.
   """
-  if depth % pattern.m or min(depth, features) < 1:
-    raise ValueError(f"{depth} x {features}: the depth must be a multiple of {pattern.m}.")
   rng = np.random.default_rng(0)
-  groups = depth // pattern.m, pattern.m, features
+  groups = -(-depth // pattern.m), pattern.m, features  # the last one may be cut
   # A random permutation of each group has n entries below n.
   kept = np.argsort(rng.random(groups, np.float32), axis=1) < pattern.n
   w = np.where(kept, rng.standard_normal(groups, np.float32), np.float32(0))
-  return of_one.pack(w.reshape(depth, features), pattern, dtype=dtype)
+  return of_one.pack(w.reshape(-1, features)[:depth], pattern, dtype=dtype)
