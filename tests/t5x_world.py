@@ -97,8 +97,10 @@ NETWORKS = {
 }
 OPTIMIZERS = {
   "adamw": lambda: optimizers.adamw(0.01),
-  "adafactor": lambda: adafactor.Adafactor(
-    decay_rate=0.8, logical_factor_rules=adafactor.standard_logical_factor_rules()
+  "adafactor": lambda first=0: adafactor.Adafactor(
+    decay_rate=0.8,
+    step_offset=first,  # its decay counts global steps
+    logical_factor_rules=adafactor.standard_logical_factor_rules(),
   ),
   "sgd": lambda: optimizers.sgd(1.0),
 }

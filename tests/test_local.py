@@ -24,7 +24,7 @@ import nm_sparsity_jax as nms
 from nm_sparsity_jax import cli
 from nm_sparsity_jax.models.t5 import network
 from nm_sparsity_jax.runs import checkpoint_rules, folders
-from nm_sparsity_jax.runs.checkpoint import opened
+from nm_sparsity_jax.runs.checkpoint import as_stored
 from nm_sparsity_jax.training import configure
 
 pytest.importorskip("seqio", reason="the local runner needs seqio: pip install -e '.[local]'")
@@ -113,7 +113,7 @@ def test_learns_dense_then_sparse_from_that_checkpoint(tmp_path):
   model = model_of(source=packed, **DENSE, sparse_steps=120)
   assert train.train(run_of(dense, model, sparse_steps=120, **steps)) == 0
   assert lines(dense)[-1]["loss"] < 0.3 < 2 < lines(dense)[0]["loss"]
-  assert not checkpoint_rules.check_start(opened(str(dense)))
+  assert not checkpoint_rules.check_start(as_stored(str(dense)))
 
   model = model_of(source=packed, **(SR_STE | dict(sparse_steps=60, dense_steps=30)),
                    finetune_steps=0)  # fmt: skip
