@@ -154,7 +154,6 @@ def test_a_layer_without_what_it_needs_says_so():
     ("variable_broadcast", lambda: plain.apply({"params": variables["params"]}, EYE)),
     ("needs the step", lambda: plain.apply(variables, EYE)),
     ("init_state", lambda: snip.apply(layers.with_step(snips, PHASES.total), EYE)),
-    ("no collection 'nm_sparsity'", lambda: layers.with_step({"params": {}}, 0)),
     # A part of a model, whose rules name the path in the whole: not quietly dense.
     ("was sparse", lambda: elsewhere.apply(whole, EYE)),
   ):

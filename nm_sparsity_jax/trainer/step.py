@@ -23,6 +23,7 @@ from nm_sparsity_jax.core.trees import flatten, path_name
 from nm_sparsity_jax.recipes import Dense
 from nm_sparsity_jax.trainer.workloads import Batch, Workload
 from nm_sparsity_jax.training import apply, metrics
+from nm_sparsity_jax.training.layers import COLLECTION
 from nm_sparsity_jax.training.rules import Rules
 from nm_sparsity_jax.training.transform import dense_params, sparse
 
@@ -102,6 +103,11 @@ class Model:
     self.replicated = NamedSharding(self.mesh, PartitionSpec())
     # Only shapes are made: a plan lays out models that no host could hold.
     self.collections = dict(jax.eval_shape(workload.init, jax.random.PRNGKey(0)))
+    if COLLECTION in self.collections:  # D would act twice
+      raise ValueError(
+        f"{type(workload).__name__}: the network masks its own weights. Give the rules to the run "
+        "only (RULES)."
+      )
     self.shapes = self.collections.pop("params")
     axes = self.collections.pop("params_axes", None)
     if num_partitions > 1 and axes is None:  # devices would do the same work

@@ -177,11 +177,6 @@ def with_step(variables: Mapping[str, Any], step: Any, state: State | None = Non
   Returns:
     A new mapping of the same type.
   """
-  if COLLECTION not in variables:
-    raise ValueError(
-      f"the variables have no collection {COLLECTION!r}: pass all that `model.init` returned, of a "
-      "model whose rules name one of its layers."
-    )
   step = as_step(step)
   stamps = [dict(flatten(state[key])) for key in ("made", "renewed")] if state else []
 
