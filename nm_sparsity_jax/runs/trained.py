@@ -118,8 +118,11 @@ def rules_of(folder: str | os.PathLike) -> Rules:
     return rules_text.parse(text)
   settings = read_settings(folder)
   known = {name: settings[macro] for name, macro in _MACROS.items() if macro in settings}
-  if references := [_MACROS[k] for k, value in known.items() if isinstance(value, Reference)]:
-    raise ValueError(f"config.gin: {', '.join(references)} is not a plain value")
+  references = [_MACROS[k] for k, value in known.items() if isinstance(value, Reference)]
+  if references or "RECIPE" not in settings:
+    raise ValueError(
+      f"config.gin: {', '.join(references) or 'RECIPE'} is not a plain value, or is not there"
+    )
   return configure.rules(**{"places": None, **known})
 
 
