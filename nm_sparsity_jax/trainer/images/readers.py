@@ -147,12 +147,13 @@ class Folder(Indexed):
     files = [
       p for p in sorted(pathlib.Path(self.data).glob("*/*/*")) if p.suffix.lower() in SUFFIXES
     ]
-    if not any(path.parts[-3] == "train" for path in files):
-      raise ValueError(
-        f"DATA={self.data!r} has no images train/CLASS/*{'|'.join(SUFFIXES)}: put them there, "
-        "and others into validation/CLASS/."
-      )
     names = sorted({path.parts[-2] for path in files if path.parts[-3] == "train"})
+    strange = sorted({path.parts[-2] for path in files} - {*names})
+    if not names or strange:
+      raise ValueError(
+        f"DATA={self.data!r} has no images train/{', '.join(strange) if names else 'CLASS'}/"
+        f"*{'|'.join(SUFFIXES)}: put them there, and others into validation/CLASS/."
+      )
     tables: dict[str, list[tuple[pathlib.Path, int]]] = {}
     for path in files:
       split, name = path.parts[-3:-1]
