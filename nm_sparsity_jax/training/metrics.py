@@ -270,8 +270,11 @@ def _count(mask: jax.Array) -> jax.Array:
 
 
 def _ratio(part: jax.Array, whole: jax.Array | int) -> jax.Array:
-  """Returns part / whole, and 0 where the whole is 0."""
-  return part / jnp.maximum(jnp.float32(whole), jnp.float32(1))
+  """Returns part / whole: exactly 1 where they are equal, and 0 where the whole is 0."""
+  whole = jnp.asarray(whole, jnp.float32)
+  share = part / jnp.maximum(whole, jnp.float32(1))
+  # XLA may multiply by 1 / whole, which is not 1 for part = whole.
+  return jnp.where((part == whole) & (whole > 0), jnp.float32(1), share)
 
 
 def _sum(values: Sequence[jax.Array]) -> jax.Array:
