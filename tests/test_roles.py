@@ -1,8 +1,10 @@
 """Places by name: what each family calls its kernels, and what others read of it."""
 
+import jax
 import pytest
 
 import nm_sparsity_jax as nms
+from nm_sparsity_jax.core.trees import nested
 from nm_sparsity_jax.training import roles
 
 RECIPE = nms.recipe("sr_ste", pattern="1:4", phases=nms.Phases(total=8))
@@ -76,5 +78,10 @@ def test_a_family_from_outside_adds_to_the_vocabulary(monkeypatch):
   roles.register("own", own, {"head": r"(.*/)?block_7/.*"})
   assert named("ff") == [paths[i] for i in (0, 2, 3)] and named("mix") == [paths[1]]
   assert named("head/ff") == [paths[2]] and nms.Rules({"head": RECIPE}).find("head/kernel")
+  layouts = {r"(.*/)?fc1/kernel": "iio -io"}
+  roles.register("own", own, layouts=layouts)
+  for shape, axis in (((2, 4, 8), (0, 1)), ((8, 4), 0)):
+    params = nested({paths[0]: jax.ShapeDtypeStruct(shape, "float32")})
+    assert nms.Rules({"ff": RECIPE}).assign(params).places[paths[0]].axis == axis
   roles.register("own", {"ff": "b/kernel"})  # a cell that ran again
   assert "mix" not in roles.regexes() and roles.role_of("b/kernel") == "ff"

@@ -14,6 +14,7 @@ from jax.sharding import SingleDeviceSharding
 
 import nm_sparsity_jax as nms
 from nm_sparsity_jax.core.trees import nested
+from nm_sparsity_jax.training import rules_text
 
 PHASES = nms.Phases(total=100, dense=10, finetune=20)
 LINEAR = nms.recipe("mdgf_linear", pattern="1:8", phases=PHASES)
@@ -39,15 +40,28 @@ def test_a_place_is_a_regex_of_the_whole_path():
     assert [path for path in paths if rules.find(path) is LINEAR] == named
 
 
+def test_the_first_place_that_names_a_parameter_owns_it():
+  params = tree({"a/kernel": (8, 8), "head/kernel": (8, 8)})
+  rules = nms.Rules({"head/kernel": nms.recipe("dense"), ".*/kernel": LINEAR})
+  assert list(rules.assign(params).places) == ["a/kernel"]
+  maybe = nms.Rules({"b/kernel": OTHER, **rules.places}, {"b/kernel": 1}, optional=["b/kernel"])
+  assert list(maybe.assign(params).places) == ["a/kernel"]
+  assert rules_text.parse(rules_text.describe(maybe)) == maybe != rules
+  # A leaf that is no array, as in an equinox model.
+  assert list(rules.assign({**params, "act": jax.nn.relu, "bias": None}).places) == ["a/kernel"]
+
+
 X = jax.ShapeDtypeStruct((8, 8), jnp.float32)
 QUERY = tree({"encoder/layers_0/attention/query/kernel": (16, 16)})
+TWICE = nms.Rules({"qkv": LINEAR, "encoder/q": OTHER})  # the first one has them all
 
 
 @pytest.mark.parametrize(
   "word, make",
   [
     ("regular expression", lambda: nms.Rules({"ff": LINEAR}, axes={"[": 0})),
-    ("two rules", lambda: nms.Rules({"qkv": LINEAR, "encoder/q": OTHER}).assign(QUERY)),
+    ("none that is left.*'encoder/q'", lambda: TWICE.assign(QUERY)),
+    ("optional=", lambda: nms.Rules({"ff": LINEAR}, optional=["fff"])),
     ("'qvk'.*have q", lambda: nms.Rules({"q": LINEAR, "qvk": OTHER}).assign(QUERY)),
     ("multiple of", lambda: nms.Rules({"ff": CUSTOM}).assign(tree({WI: (24, 3)}))),  # each level
     ("'attention'", lambda: nms.Rules({"attention": LINEAR}).assign(QUERY)),
@@ -134,20 +148,19 @@ def test_logical_names_tell_the_axis_of_a_stacked_kernel():
 
 
 def test_rules_are_values():
-  """Equal rules have one hash and one fingerprint, in every process; others have others."""
+  """Equal rules have one hash and one text, in every process; others have others."""
   make = lambda **kw: nms.Rules({"ff": LINEAR, "q": OTHER}, **kw)
   axes = make(axes={"a/kernel": (0,), "b": [0, 1]})
   sharding = SingleDeviceSharding(jax.devices()[0])
   for one, other in (
-    (make(), nms.Rules({"q": OTHER, "ff": LINEAR}).with_shardings([sharding])),
+    (make(), make().with_shardings([sharding])),
     (axes, pickle.loads(pickle.dumps(make(axes={"a/kernel": np.int64(0), "b": (0, 1)})))),
   ):
     assert one == other and hash(one) == hash(other)
-  # The order of axes counts.
+  # The order of places and axes counts.
   different = [make(), axes, make(indivisible="skip"), make(axes={"b": (0, 1), "a/kernel": 0})]
-  assert len({rules.fingerprint for rules in different}) == len({*different}) == len(different)
-  one = nms.Rules({"ff": nms.recipe("mdgf_linear", pattern="1:8", phases=nms.Phases(total=10))})
-  assert one.fingerprint == 181010233  # checkpoints hold it
+  different += [nms.Rules({"q": OTHER, "ff": LINEAR}), make(optional=["q"])]
+  assert len({rules.text for rules in different}) == len({*different}) == len(different)
 
 
 # --- containers -----------------------------------------------------------------------------------

@@ -13,11 +13,12 @@ import optax
 import pytest
 
 import nm_sparsity_jax as nms
-from nm_sparsity_jax.recipes import RECIPES
+from nm_sparsity_jax import recipes
 from nm_sparsity_jax.training import transform
 
 PHASES = nms.Phases(total=48, dense=4, finetune=12)
 STEPS = 200
+RECIPES = {name: kind for name, kind in recipes.RECIPES.items() if name != "hold"}  # see below
 FIELDS = {
   "custom": {"path": ((4, "4:8", 1.0), (16, "2:8", 0.5))},
   "sdgf_geometric": {"k": 2},
@@ -162,6 +163,30 @@ def test_weights_loaded_after_init_are_the_start_and_the_first_pass_sees_all_of_
   if name == "one_shot":
     g = np.where(nms.nm_mask(jnp.abs(w), "2:8"), g, 0)
   np.testing.assert_allclose(after.dense[name]["kernel"], w - 0.5 * g, rtol=1e-6)
+
+
+def test_hold_keeps_the_zeros_that_weights_come_with(caplog):
+  names, hold = ["sr_ste"], nms.Rules({".*/kernel": nms.recipe("hold", pattern="2:8")})
+  given = nms.finalize(params_of(names=names), rules_of(names), 0, early=True)
+  w = given["sr_ste"]["kernel"]
+  given["sr_ste"]["kernel"] = w = w.at[0:8, 0].set(0.0).at[3, 0].set(0.5)  # one of two
+  tx = nms.sparse(optax.adamw(1e-2), hold)
+  params, opt, losses = train(tx, given, 60)
+  assert "1 non-zeros less" in caplog.text and losses[-1] < losses[0] / 2
+  last = params["sr_ste"]["kernel"][-1]
+  np.testing.assert_array_equal(last != 0, w != 0)
+  assert nms.verify(at(params, -1), hold).ok and nms.step_count(at(opt, -1)) == 60
+  dense = nms.dense_params(at(params, -1), at(opt, -1))
+  same(nms.finalize(dense, hold, 60, at(opt, -1).masks), at(params, -1))
+  # More than n of m: an error where the weights are known, NaN where they are traced.
+  full = params_of(names=names)
+  with pytest.raises(ValueError, match="too many"):
+    tx.init(full)
+  opt = jax.jit(tx.init)(full)
+  updates, _ = jax.jit(tx.update)(full, opt, full)
+  assert np.isnan(updates["sr_ste"]["kernel"]).any()
+  with pytest.raises(ValueError, match="dense"):
+    nms.recipe("hold", pattern="2:8", phases=nms.Phases(total=9, dense=1))
 
 
 # --- what stands around it ------------------------------------------------------------------------

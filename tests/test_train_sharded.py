@@ -28,7 +28,7 @@ RECIPES = {
     **({"path": ((4, "4:16", 1.0),)} if name == "custom" else {}),
   )
   for name in nms.recipes.RECIPES
-  if name != "dense"
+  if name not in ("dense", "hold")
 }
 RULES = nms.Rules({f"{name}/w[io]/kernel": recipe for name, recipe in RECIPES.items()})
 COLLECTIVE = re.compile(

@@ -1,16 +1,20 @@
-"""Recipes that keep their mask as state: one-shot, SNIP and inherited dynamic pruning."""
+"""Recipes that keep their mask as state: one-shot, SNIP, inherited dynamic pruning, and hold."""
 
 from __future__ import annotations
 
 import dataclasses
+import logging
 from typing import ClassVar
 
+import jax.core
 import jax.numpy as jnp
 
 from nm_sparsity_jax.core import schedules
-from nm_sparsity_jax.core.schedules import as_step
+from nm_sparsity_jax.core.schedules import Phases, as_step
 from nm_sparsity_jax.recipes.base import Recipe
 from nm_sparsity_jax.recipes.levels import leveled_mask, value_at, when
+
+_log = logging.getLogger(__name__)
 
 
 class TakenOnce(Recipe):
@@ -158,3 +162,64 @@ class Idp(Recipe):
     take = lambda: groups.magnitude_mask(w, self.pattern, n, state["mask"])
     due = self.renewals(step) > self.renewals(last)
     return {"mask": when(due, take, lambda: state["mask"])}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Hold(TakenOnce):
+  """Trains on from weights that were pruned elsewhere, and keeps their zeros.
+
+      W~ = W * (W_start != 0)
+
+      nms.recipe("hold", pattern="2:4")   # of SparseGPT, Wanda, or magnitudes
+
+  A group with fewer than n weights keeps those, and the log says how many groups do. A group with
+  more is refused: by an error where the weights are known, and by NaN where they are traced.
+
+  Attributes:
+    pattern: what the weights are already.
+    phases: the steps of the run; it has no dense phase. By default any step may be deployed.
+    gradient: None = masked.
+  """
+
+  name: ClassVar[str] = "hold"
+  phases: Phases = None  # type: ignore[assignment]
+  gradient: str | None = None
+
+  def __post_init__(self):
+    if self.phases is None:
+      object.__setattr__(self, "phases", Phases(total=1, finetune=1))
+    super().__post_init__()
+    if self.phases.dense:
+      raise ValueError(
+        f"hold(phases={self.phases}): keeps the mask of the first weights, so leave dense out."
+      )
+
+  def renewed(self, state, last):
+    del last
+    return jnp.where(state["over"] == 0, jnp.int32(1), jnp.int32(0))  # else no step has a mask
+
+  def first_state(self, groups, w):
+    given = w != 0
+    full = groups.magnitude_mask(given.astype(jnp.float32), self.pattern)
+    mask, over, missing = given & full, jnp.sum(given & ~full), jnp.sum(full & ~given)
+    if not isinstance(over, jax.core.Tracer):
+      if over:
+        raise ValueError(
+          f"hold {self.pattern}: groups of a weight {w.shape} along axis {groups.axis} have {over} "
+          "non-zeros too many, so start from weights that are pruned, or take one_shot."
+        )
+      if missing:
+        _log.warning(
+          "hold %s: groups of a weight %s have %s non-zeros less than they may, and keep what they "
+          "have", self.pattern, w.shape, missing,
+        )  # fmt: skip
+    return {"mask": mask, "over": over.astype(jnp.int32)}
+
+  def next_state(self, groups, state, w, step, last, grad, grad_at):
+    del groups, w, step, last, grad, grad_at
+    return {"mask": state["mask"], "over": state["over"]}
+
+  def final(self, w, groups, state=None):
+    del groups
+    assert state is not None  # `finalize` has looked
+    return jnp.where(state["mask"], w, jnp.zeros_like(w))

@@ -30,7 +30,7 @@ _NAMES = (
   ("opt_state/count", "flax_mutables/nm_sparsity/step"),
   ("opt_state/masks/step", None),
   ("opt_state/masks/", "flax_mutables/nm_sparsity/"),
-  ("opt_state/fingerprint", None),
+  ("opt_state/rules", "flax_mutables/nm_sparsity/rules"),
   ("opt_state/dense/", DENSE),
   ("opt_state/", "state/param_states/"),
   ("collections/", "flax_mutables/"),

@@ -42,12 +42,11 @@ MUTABLES = "flax_mutables"  # T5X's name for all collections
 _REMOVED = ".removed_"
 
 
-def to_tree(state: TrainState, rules: Rules) -> dict[str, Any]:
+def to_tree(state: TrainState) -> dict[str, Any]:
   """Returns the nested dict that T5X would save.
 
   Args:
     state: a state, or anything in its structure, such as shapes.
-    rules: as stored, those of the step.
   """
   inner = serialization.to_state_dict(state.opt_state.inner_state)
   kept = {k: v for k, v in state.masks.items() if k != "step"}
@@ -56,35 +55,31 @@ def to_tree(state: TrainState, rules: Rules) -> dict[str, Any]:
   tree = {
     "step": state.step,
     "param_states": nested(traverse_util.flatten_dict(inner, sep="/")),  # without empty nodes
-    COLLECTION: {
-      "step": state.sparse_step, "rules": rules_text.pack(rules_text.describe(rules)), **kept
-    },
-  }  # fmt: skip
+    COLLECTION: {"step": state.sparse_step, "rules": state.opt_state.rules, **kept},
+  }
   if state.average:  # where `runs.orbax.read` looks for it
     average = dict(state.average)
     tree["average"] = {"target": average.pop("params"), **({MUTABLES: average} if average else {})}
   return {"target": state.params, "state": tree, MUTABLES: dict(state.collections)}
 
 
-def from_tree(tree: Mapping[str, Any], like: TrainState, rules: Rules) -> TrainState:
+def from_tree(tree: Mapping[str, Any], like: TrainState) -> TrainState:
   """Returns the train state of a tree.
 
   Args:
     tree: what `to_tree` made.
     like: its shapes, for the structure.
-    rules: as stored, those of the step.
   """
   # A state of numbers as leaves shows which leaf of the tree is which of the state.
   shapes, structure = jax.tree.flatten(like)
-  numbered = to_tree(jax.tree.unflatten(structure, range(len(shapes))), rules)
+  numbered = to_tree(jax.tree.unflatten(structure, range(len(shapes))))
   arrays = dict(flatten(tree))
   found = {number: arrays[path] for path, number in flatten(numbered) if isinstance(number, int)}
   state = jax.tree.unflatten(structure, [found.get(i) for i in range(len(shapes))])
   count = state.opt_state.count
   # Its own copy: a buffer cannot be donated twice.
   masks = {**state.masks, "step": jnp.copy(count)} if state.masks else {}
-  fingerprint = jnp.full_like(count, rules.fingerprint)
-  return state.replace(opt_state=state.opt_state._replace(fingerprint=fingerprint, masks=masks))
+  return state.replace(opt_state=state.opt_state._replace(masks=masks))
 
 
 class Checkpoints:
@@ -174,7 +169,7 @@ class Checkpoints:
       like: what `Model.state_like` returns.
       model: of the run.
     """
-    path, wanted = self.folder / f"{folders.PREFIX}_{step}", to_tree(like, model.rules)
+    path, wanted = self.folder / f"{folders.PREFIX}_{step}", to_tree(like)
     if not wanted[MUTABLES]:
       wanted.pop(MUTABLES)
 
@@ -195,7 +190,7 @@ class Checkpoints:
       ) from e
     rules = rules_text.unpack(tree["state"][COLLECTION]["rules"])
     refuse_other_rules(rules, model.rules, str(path))
-    return from_tree(tree, like, model.rules)
+    return from_tree(tree, like)
 
 
 def opened(path: str, model: Model) -> checkpoint.Stored:

@@ -81,7 +81,7 @@ class Run:
   def check(self) -> None:
     """Raises ValueError where settings do not fit each other; reads no data."""
     self.model.check_batch(self.model.workload.batch_size, self.microbatches)
-    rules_text.pack(rules_text.describe(self.model.rules))  # every checkpoint keeps this text
+    rules_text.describe(self.model.rules)  # every checkpoint keeps this text
     # By shapes: the state of an optimizer may be twice the model.
     opt_state = jax.eval_shape(self.optimizer.init, self.model.shapes)
     ours = transform.SparseState, transform.SrSteState

@@ -239,7 +239,7 @@ class _Process:
     """Saves after a look at every step so far: a state that is not finite is never saved."""
     self._look()
     self.curves.flush()
-    tree = checkpoints.to_tree(state, self.run.model.rules)
+    tree = checkpoints.to_tree(state)
     self.saved.save(self.offset + self.done, tree)
 
   def _evaluate(self, state: TrainState) -> None:

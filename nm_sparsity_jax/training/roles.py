@@ -2,6 +2,7 @@
 
     'decoder/cross/qkv' -> [matcher] -> a test of whole parameter paths -> rules
     parameter path      -> [role_of] -> its role                        -> plan, flops, scores
+    path, rank          -> [axis_of] -> the axis that it is summed over -> rules
 
 The families are T5, flax's ViT and its attention, timm's (of the vision models here),
 big_vision's, Kauldron's and jimm's. `register` adds a family from outside.
@@ -23,10 +24,13 @@ COMPOSITES: Mapping[str, tuple[str, ...]] = {
 }
 
 _Words = Mapping[str, str]
-_families: dict[str, tuple[_Words, _Words]] = {}  # name -> its roles, its words that narrow
+# Name -> its roles, its words that narrow, its layouts.
+_families: dict[str, tuple[_Words, _Words, _Words]] = {}
 
 
-def register(family: str, roles: _Words, narrow: _Words | None = None) -> None:
+def register(
+  family: str, roles: _Words, narrow: _Words | None = None, layouts: _Words | None = None
+) -> None:
   """Adds how a family of models names its kernels, for all rules made from then on.
 
   Call it where your module defines its models, so that a run that names the module knows them. A
@@ -40,10 +44,13 @@ def register(family: str, roles: _Words, narrow: _Words | None = None) -> None:
     roles: role -> regex of the whole '/'-joined paths of kernels that have it. They must not be
       words for something else. A kernel that holds q, k and v side by side has the role 'qkv'.
     narrow: word -> regex of the paths that it narrows a role to, as 'decoder' in 'decoder/ff'.
+    layouts: regex of whole paths -> a letter an axis, 'i' for one that the product sums over, as
+      'iio' of a kernel (heads, head_dim, embed); several, for several ranks, with blanks between.
+      Give those alone that no configuration changes; `Rules.for_model` tells all others.
   """
-  for word, regex in {**roles, **(narrow or {})}.items():
-    compiled(regex, f"the family {family!r}, role {word!r}")
-  _families[family] = roles, narrow or {}
+  for regex in (*roles.values(), *(narrow or {}).values(), *(layouts or {})):
+    compiled(regex, f"the family {family!r}")
+  _families[family] = roles, narrow or {}, layouts or {}
 
 
 # Python's own cache keeps 512 patterns, and a large network has more.
@@ -64,7 +71,7 @@ def regexes() -> dict[str, str]:
   """
   return _joined(
     (word, regex)
-    for roles, _ in _families.values()
+    for roles, _, _ in _families.values()
     for role, regex in roles.items()
     for word in (role, *(whole for whole, parts in COMPOSITES.items() if role in parts))
   )
@@ -83,7 +90,7 @@ def matcher(place: str, more: _Words | None = None) -> re.Pattern[str]:
     more: role -> regex, of roles that no rules name.
   """
   known = regexes() | dict(more or {})
-  words = _joined(pair for _, narrow in _families.values() for pair in narrow.items())
+  words = _joined(pair for _, narrow, _ in _families.values() for pair in narrow.items())
   *narrow, role = place.split("/")
   if role not in known or not words.keys() >= set(narrow):
     return compiled(place, f"the place {place!r}")
@@ -94,8 +101,18 @@ def matcher(place: str, more: _Words | None = None) -> re.Pattern[str]:
 
 def role_of(path: str) -> str | None:
   """Returns the role of a kernel in whatever family names it, None where none does."""
-  known = (pair for roles, _ in _families.values() for pair in roles.items())
+  known = (pair for roles, _, _ in _families.values() for pair in roles.items())
   return next((role for role, regex in known if re.fullmatch(regex, path)), None)
+
+
+def axis_of(path: str, rank: int) -> tuple[int, ...] | None:
+  """Returns the axes that the product sums over, where the family of a kernel is sure of them."""
+  for _, _, layouts in _families.values():
+    for regex, texts in layouts.items():
+      for layout in texts.split():
+        if len(layout) == rank and compiled(regex, "a family").fullmatch(path):
+          return tuple(i for i, letter in enumerate(layout) if letter == "i")
+  return None
 
 
 def _joined(pairs: Iterable[tuple[str, str]]) -> dict[str, str]:

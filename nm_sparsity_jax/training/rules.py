@@ -13,7 +13,6 @@ import functools
 import logging
 import math
 import re
-import zlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -42,9 +41,10 @@ class Rules:
   """Places to recipes: what is sparse, how, and along which axis.
 
   A place is a role (`ff`, `q`, `k`, `v`, `o`, `qk`, `qkv`; narrowed as in `encoder/ff` or
-  `decoder/cross/qkv`) or a regex that must match a whole '/'-joined parameter path. Parameters
-  that no place names stay dense. Two places on one parameter, and a place that names none, are
-  errors.
+  `decoder/cross/qkv`) or a regex that must match a whole '/'-joined parameter path. The first place
+  that names a parameter owns it, and one that no place names stays dense. So all kernels but the
+  head are {"head/kernel": nms.recipe("dense"), ".*/kernel": r}. A place that owns no parameter is
+  an error.
 
   >>> from nm_sparsity_jax import Phases, recipe
   >>> r = recipe("mdgf_linear", pattern="1:8", phases=Phases(total=100))
@@ -60,12 +60,15 @@ class Rules:
       Layers of this package know their own axis and do not ask.
     indivisible: what to do when m does not divide the axis: 'error', 'skip' (leave that
       parameter dense) or 'pad' (the last group is short and keeps at most n of what it has).
+    optional: places, and regexes of `axes`, that may match nothing: one table for models of which
+      some lack a part.
     shardings: path -> how devices share the parameter; see `with_shardings`.
   """
 
   places: Mapping[str, Recipe]
   axes: Mapping[str, masks.Axis] = dataclasses.field(default_factory=dict)
   indivisible: str = "error"
+  optional: Sequence[str] = ()
   shardings: Mapping[str, NamedSharding] = dataclasses.field(default_factory=dict, repr=False)
 
   def __post_init__(self):
@@ -80,6 +83,9 @@ class Rules:
     axes = {regex: _one_or_several(axis) for regex, axis in (self.axes or {}).items()}
     object.__setattr__(self, "places", dict(self.places))
     object.__setattr__(self, "axes", axes)
+    object.__setattr__(self, "optional", tuple(self.optional))
+    if unknown := {*self.optional} - {*self.places, *axes}:
+      raise ValueError(f"optional={sorted(unknown)} are no places and no axes of these rules.")
     _ = self._matchers, self._axes  # what is no regular expression raises here
 
   @functools.cached_property
@@ -102,32 +108,27 @@ class Rules:
 
   # Shardings hold devices and compiled regexes are caches: neither goes into another process.
   def __reduce__(self):
-    return Rules, (self.places, self.axes, self.indivisible)
+    return Rules, (self.places, self.axes, self.indivisible, self.optional)
 
   def __eq__(self, other):
     return isinstance(other, Rules) and self.text == other.text
 
   def __hash__(self):
-    return self.fingerprint
+    return hash(self.text)
 
   @functools.cached_property
   def text(self) -> str:
     """Returns one line a place: what a checkpoint holds, and `rules_text.parse` reads.
 
-    Equal rules have one text, in whatever order their places come. Fields at their defaults are
-    left out, so that a field that a later version adds changes no text.
+    Equal rules have one text. The first place that matches wins, so their order counts. Fields at
+    their defaults are left out, so that a field that a later version adds changes no text.
     """
-    lines = sorted(f"{place}: {_recipe_text(recipe)}" for place, recipe in self.places.items())
-    # The first regex that matches wins, so the order of axes counts.
+    lines = [f"{place}: {_recipe_text(recipe)}" for place, recipe in self.places.items()]
     lines += [f"axis {regex}: {axis}" for regex, axis in self.axes.items()]
+    lines += [f"optional {place}" for place in self.optional]
     if self.indivisible != "error":
       lines.append(f"indivisible: {self.indivisible}")
     return "\n".join(lines)
-
-  @functools.cached_property
-  def fingerprint(self) -> int:
-    """Returns a hash in 31 bits that is equal for equal rules, in every process."""
-    return zlib.crc32(self.text.encode()) >> 1
 
   @property
   def is_dense(self) -> bool:
@@ -228,16 +229,11 @@ class Rules:
     return self.with_axes(found)
 
   def match(self, path: str) -> str | None:
-    """Returns the place that names a path; None where none does."""
+    """Returns the first place that names a path; None where none does."""
     # Thousands of rules on thousands of kernels are millions of matches, and layers ask again.
     if path not in self._matched:
-      hits = [place for place, regex in self._matchers if regex.fullmatch(path)]
-      if len(hits) > 1:
-        raise ValueError(
-          f"two rules claim {path!r}: {' and '.join(map(repr, hits))}. Narrow one of them, so that "
-          "every parameter has one recipe."
-        )
-      self._matched[path] = hits[0] if hits else None
+      hits = (place for place, regex in self._matchers if regex.fullmatch(path))
+      self._matched[path] = next(hits, None)
     return self._matched[path]
 
   def find(self, path: str) -> Recipe | None:
@@ -330,30 +326,33 @@ class Rules:
 
   def _check_all_used(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
     """Refuses places and axes that name no parameter: a wrong word would change nothing."""
-    found = {self.match(path) for path in shapes}
+    found = {*map(self.match, shapes), *self.optional}
     idle = [repr(place) for place in self.places if place not in found]
     for regex, axis in self._axes:
-      if not any(map(regex.fullmatch, shapes)):
+      if regex.pattern not in found and not any(map(regex.fullmatch, shapes)):
         idle.append(f"axes={{{regex.pattern!r}: {axis}}}")
     if idle:
       have = ", ".join(dict.fromkeys(filter(None, map(roles.role_of, shapes)))) or "no roles"
       raise ValueError(
-        f"rules that match no parameter: {', '.join(idle)}. The {len(shapes)} parameters begin "
+        f"rules that match no parameter, or none that is left: {', '.join(idle)}. The {len(shapes)} parameters begin "
         f"{', '.join([*shapes][:4])} and have {have}. A place (gin: in SPARSITY_RULES) is a role "
         f"({', '.join(roles.regexes())}; narrowed as in encoder/ff, decoder/cross/qkv) or a regex "
-        "for the whole path, such as '.*/kernel'; nms.roles.register adds roles."
+        "for the whole path, such as '.*/kernel'; nms.roles.register adds roles, and optional= "
+        "lists places that may match nothing."
       )
 
 
 def _default_axis(path: str, shapes: Mapping[str, tuple[int, ...]]) -> masks.Axis | None:
   """Returns the axis that a stored kernel is contracted along, None where that is in doubt.
 
-  A `kernel` of rank 2 is contracted along its first axis. That of a convolution is (..., in, out),
-  and is contracted along the last but one. A bias beside it has the length of the outputs: if that
+  A family of `roles` may be sure of it. A `kernel` of rank 2 is contracted along its first axis.
+  That of a convolution is (..., in, out), and is contracted along the last but one. A bias beside it has the length of the outputs: if that
   is not the last axis, the layout is in doubt.
   """
   folder, _, name = path.rpartition("/")
   shape, bias = shapes[path], shapes.get(f"{folder}/bias" if folder else "bias")
+  if axes := roles.axis_of(path, len(shape)):
+    return _one_or_several(axes)
   if name != "kernel" or bias not in (None, shape[-1:]):
     return None
   if len(shape) == 2:

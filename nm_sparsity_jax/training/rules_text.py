@@ -18,8 +18,8 @@ from nm_sparsity_jax.core.schedules import Phases
 from nm_sparsity_jax.recipes import RECIPES, Recipe, recipe
 from nm_sparsity_jax.training.rules import Rules
 
-TEXT_BYTES = 4096
-_MOST_TEXT = 1 << 16
+_PAGE = 4096  # bytes; most rules take one page, so other rules do not change the shape of a state
+_MOST_TEXT = 1 << 20
 _PLACE = re.compile(r"(.+): ([^\W\d]\w*)(?: (\d+:\d+))?((?:, \w+=.*)?)")
 
 
@@ -54,6 +54,7 @@ def parse(text: str) -> Rules:
   """
   places: dict[str, Recipe] = {}
   axes: dict[str, masks.Axis] = {}
+  optional: list[str] = []
   indivisible = "error"
   try:
     for line in text.splitlines():
@@ -63,9 +64,11 @@ def parse(text: str) -> Rules:
       elif kind == "axis":
         regex, _, axis = rest.rpartition(": ")
         axes[regex] = ast.literal_eval(axis)
+      elif kind == "optional":
+        optional.append(rest)
       elif found := _PLACE.fullmatch(line):
         places[found[1]] = _parse_recipe(*found.groups()[1:])
-    rules = Rules(places, axes, indivisible)
+    rules = Rules(places, axes, indivisible, optional)
     # Another version may know other defaults: it must not go on with other rules in silence.
     if rules.text != text:
       raise ValueError(f"it reads {rules.text!r}")
@@ -88,14 +91,9 @@ def _parse_recipe(name: str, pattern: str | None, fields: str) -> Recipe:
 
 
 def pack(text: str) -> np.ndarray:
-  """Returns the text of rules as a checkpoint keeps it: uint8[4096], deflated and padded."""
+  """Returns the text of rules as a checkpoint keeps it: uint8[4096 * k], deflated and padded."""
   data = np.frombuffer(zlib.compress(text.encode(), 9), np.uint8)
-  if data.size > TEXT_BYTES:
-    raise ValueError(
-      f"the text of these rules takes {data.size} bytes, and a checkpoint keeps {TEXT_BYTES}: "
-      "join places by regexes."
-    )
-  return np.pad(data, (0, TEXT_BYTES - data.size))
+  return np.pad(data, (0, -data.size % _PAGE))
 
 
 def unpack(data: np.ndarray) -> str:

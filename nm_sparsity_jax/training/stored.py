@@ -43,9 +43,10 @@ def init_state(params: Any, rules: Rules) -> State:
       renewed  int32 scalars, likewise: how many times it was renewed
       score    sums of |g * W|, float32, where a recipe is snip
       seen     how many gradients are in them, int32 scalars, likewise
+      over     how many non-zeros too many the first weights had, where a recipe is hold
 
-    Masks are all True until their step comes; one_shot with `dense = 0` takes it here, from
-    `params`.
+    Masks are all True until their step comes; hold, and one_shot with `dense = 0`, take it here,
+    from `params`.
   """
   arrays, new = dict(flatten(params)), {}
   for path, site in rules.assign(params).places.items():

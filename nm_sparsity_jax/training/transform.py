@@ -23,7 +23,7 @@ from jax.sharding import NamedSharding
 
 from nm_sparsity_jax.core.gradients import wider
 from nm_sparsity_jax.core.trees import flatten, map_with_names
-from nm_sparsity_jax.training import stored
+from nm_sparsity_jax.training import rules_text, stored
 from nm_sparsity_jax.training.apply import check_floating
 from nm_sparsity_jax.training.rules import Rules
 from nm_sparsity_jax.training.sites import Site
@@ -39,7 +39,7 @@ class SparseState(NamedTuple):
 
   Attributes:
     count: the updates applied so far, an int32 scalar.
-    fingerprint: `Rules.fingerprint` of the rules that made the state, an int32 scalar.
+    rules: the text of the rules that made the state, uint8; `rules_text.unpack` reads it.
     dense: W of the sparse kernels, float32 where the parameter is shorter; `optax.MaskedNode` in
       place of all other parameters.
     masks: what `nms.init_state` keeps; `{}` where no recipe keeps a mask.
@@ -47,7 +47,7 @@ class SparseState(NamedTuple):
   """
 
   count: Any
-  fingerprint: Any
+  rules: Any
   dense: Any
   masks: Any
   inner_state: Any
@@ -102,8 +102,9 @@ def sparse(tx: optax.GradientTransformation, rules: Rules) -> optax.GradientTran
         "that it skips: put nms.sparse inside, as in optax.MultiSteps(nms.sparse(tx, rules), k)."
       )
     masks = stored.init_state(params, rules)
-    # The fingerprint is an array, so that it is saved and restored as the rest of the state is.
-    return SparseState(jnp.int32(0), jnp.int32(rules.fingerprint), dense, masks, inner_state)
+    # An array, so that every trainer saves it, and a checkpoint knows its own rules.
+    text = jnp.asarray(rules_text.pack(rules.text))
+    return SparseState(jnp.int32(0), text, dense, masks, inner_state)
 
   def update(updates, state, params=None, **extra):
     if params is None:
@@ -153,7 +154,7 @@ def sparse(tx: optax.GradientTransformation, rules: Rules) -> optax.GradientTran
       return move.astype(old.dtype) if grads[path].dtype == old.dtype else move
 
     dense = map_with_names(lambda path, _: new_w[path], state.dense)
-    new_state = SparseState(count, state.fingerprint, dense, masks, inner_state)
+    new_state = SparseState(count, state.rules, dense, masks, inner_state)
     return map_with_names(change, w_updates), new_state
 
   # With extra arguments, as line searches and `optax.contrib.reduce_on_plateau` need the loss.
@@ -351,7 +352,8 @@ def _checked_step(state: SparseState, rules: Rules, sites: Mapping[str, Site]) -
 
   Raises where that is known: while nothing is traced, and where the state is of other kernels.
   """
-  same = (state.fingerprint == rules.fingerprint) & (state.count >= 0)
+  text = rules_text.pack(rules.text)
+  same = jnp.array_equal(state.rules, text) & (state.count >= 0)
   # Names of kernels are static, so this raises under jit, too.
   others = dict(flatten(state.dense)).keys() != sites.keys()
   if others or (not isinstance(same, jax.core.Tracer) and not bool(same)):
