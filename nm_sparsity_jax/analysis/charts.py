@@ -67,6 +67,7 @@ def svg(chart: Chart) -> bytes:
   import matplotlib
 
   out = io.BytesIO()
+  # By default ids have a random salt, and the date stands in the file.
   with matplotlib.rc_context({**_STYLE, "svg.hashsalt": chart.key}):
     _figure(chart).savefig(out, format="svg", transparent=True, metadata={"Date": None})
   return out.getvalue()

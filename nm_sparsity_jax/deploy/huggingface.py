@@ -275,7 +275,8 @@ def from_json(found: Mapping[str, Any], what: str) -> T5Config:
     if found.get(name, _FIXED.get(name)) != value:
       raise ValueError(f"{what}: {name} is {found.get(name)!r}, and {value!r} in every T5 of T5X.")
   # The first T5s have as many decoder layers as encoder layers, and say it once.
-  known = {"num_decoder_layers": found.get("num_layers"), **found}
+  said = {name: value for name, value in found.items() if value is not None}
+  known = {"num_decoder_layers": found.get("num_layers"), **said}
   if missing := [name for name in _SIZES.values() if name not in known]:
     raise ValueError(f"{what} has no {' and no '.join(missing)}.")
   # T5 1.0 ties its logits to the embedding and scales them by d_model ** -0.5; T5 1.1 does neither.

@@ -72,7 +72,7 @@ def write(
 
 
 def is_packed(opened: safetensors_file.Opened) -> bool:
-  """Returns whether an opened file is a packed file, of any version."""
+  """Returns whether an opened file is a packed file."""
   return _ENTRY in opened.metadata
 
 

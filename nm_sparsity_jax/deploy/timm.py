@@ -20,6 +20,7 @@ from nm_sparsity_jax.deploy.names import Name
 
 # What timm may store that follows from something else. None of it is read; of these, `to_timm`
 # writes `num_batches_tracked`, as 0. The bias of k is 0 in a Swin V2.
+# `relative_coords_table` shows the window of a Swin V2; without it no parameter does.
 DERIVED = (
   "relative_coords_table", "relative_position_index", "attn_mask", "k_bias", "num_batches_tracked",
 )  # fmt: skip

@@ -71,7 +71,7 @@ def apart(key: str, array: Any) -> dict[str, Any]:
   """
   if (name := _stacked(key)) is None:
     return {key: array}
-  first, depth, *rest = array.shape
+  first, depth, *rest = array.shape  # T5X's scan stacks along axis 1
   own = _joined(name, (first, *rest))
   if isinstance(array, jax.ShapeDtypeStruct):
     layer = jax.ShapeDtypeStruct(own, array.dtype)

@@ -74,6 +74,8 @@ class SwinConfig:
   dtype: str = "float32"
 
   def __post_init__(self):
+    for name in ("depths", "heads"):  # lists in gin, which have no hash
+      object.__setattr__(self, name, tuple(getattr(self, name)))
     multiple = self.patch * 2 ** (len(self.depths) - 1)
     unfilled = [side for side in self.sides if side > self.window and side % self.window]
     if self.image_size % multiple or unfilled:
@@ -312,6 +314,7 @@ class Swin(nn.Module):
     x = parts.PatchEmbed(cfg, _EPSILON, name="patch_embed")(images)
     rates = iter(parts.drop_path_rates(cfg.drop_path, sum(cfg.depths)))
 
+    # Each block takes the next rate, so stages run once and in their order.
     def stage(i, x):
       if i:
         x = Merge(cfg, name="downsample")(x)

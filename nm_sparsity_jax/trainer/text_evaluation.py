@@ -153,6 +153,7 @@ class Evaluation(evaluation.Splits):
     """Yields (index, ids, score) of every example."""
     for indices, examples in dataset.batch(self.batch_size).as_numpy_iterator():
       batch = filled(examples, self.batch_size)
+      # seqio derives lengths from the examples where it decodes for metrics.
       length = batch["decoder_input_tokens"].shape[1]
       found = self._search(params, self.model.put(batch)["encoder_input_tokens"], length)
       # The batch is filled up to its size, so it has more rows than there are indices.

@@ -17,7 +17,7 @@ import datetime
 import json
 import pathlib
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -55,6 +55,7 @@ def train(run: Run, settings: Mapping[str, Any] | None = None, config: str = "")
     0, also after SIGTERM, when a checkpoint has been saved; 130 after an interrupt.
   """
   folder = check(run, settings or {})
+  # Of two processes each would remove what the other writes.
   with lock.hold(folder), orbax.quiet(), Signals() as stop:
     run_settings.refuse_changed(folder, settings or {})  # another process may have begun since
     with checkpoints.Checkpoints(folder, run.keep_checkpoints) as saved:
@@ -296,11 +297,12 @@ def evaluate(
   Returns:
     0.
   """
-  evaluator, variables, step = _open(model, evaluation, checkpoint, output_dir, config, memory)
-  found = evaluator.evaluate(variables, step)
-  with contextlib.closing(writers.Curves(pathlib.Path(evaluator.folder))) as curves:
-    _tell(found, evaluator.model, step, curves, print)
-    curves.flush()
+  with _output_folder(output_dir) as folder:
+    evaluator, variables, step = _open(model, evaluation, checkpoint, folder, config, memory)
+    found = evaluator.evaluate(variables, step)
+    with contextlib.closing(writers.Curves(folder)) as curves:
+      _tell(found, evaluator.model, step, curves, print)
+      curves.flush()  # `close` raises no error of a full disk
   return 0
 
 
@@ -330,29 +332,38 @@ def infer(
   Returns:
     0.
   """
-  evaluator, variables, _ = _open(model, evaluation, checkpoint, output_dir, config, memory)
-  for name, rows in evaluator.predictions(variables):
-    count, path = 0, pathlib.Path(evaluator.folder) / f"{name}-predict.jsonl-00000-of-00001"
-    with files.whole_file(path) as unfinished, unfinished.open("w", encoding="utf-8") as file:
-      for count, (inputs, prediction) in enumerate(rows, 1):  # noqa: B007
-        line = {"inputs": inputs, "prediction": prediction}
-        # JSON has no NaN: what reads the file would fail on it, far from here.
-        file.write(json.dumps(line, allow_nan=False) + "\n")
-    print(f"  {name}: {count:,} predictions")
+  with _output_folder(output_dir) as folder:
+    evaluator, variables, _ = _open(model, evaluation, checkpoint, folder, config, memory)
+    for name, rows in evaluator.predictions(variables):
+      count, path = 0, folder / f"{name}-predict.jsonl-00000-of-00001"
+      with files.whole_file(path) as unfinished, unfinished.open("w", encoding="utf-8") as file:
+        for count, (inputs, prediction) in enumerate(rows, 1):  # noqa: B007
+          line = {"inputs": inputs, "prediction": prediction}
+          # JSON has no NaN: what reads the file would fail on it, far from here.
+          file.write(json.dumps(line, allow_nan=False) + "\n")
+      print(f"  {name}: {count:,} predictions")
   return 0
 
 
-def _open(
-  model: Model, evaluation: Any, checkpoint: str, output_dir: str, config: str, memory: bool
-) -> tuple[Any, dict[str, Any], int]:
-  """Returns an evaluator, the variables of a checkpoint, and its global step; makes the folder.
-
-  The arguments are those of `evaluate`.
-  """
-  folder = _folder("EVAL_OUTPUT_DIR or INFER_OUTPUT_DIR", output_dir)
+@contextlib.contextmanager
+def _output_folder(name: str) -> Iterator[pathlib.Path]:
+  """Holds a folder for the files of `evaluate` or `infer`."""
+  folder = _folder("EVAL_OUTPUT_DIR or INFER_OUTPUT_DIR", name)
   # Its curves and config.gin would be written over. A new run has no checkpoint yet.
   if (folder / "run.json").exists() or run_folders.latest(folder) is not None:
     raise ValueError(f"{str(folder)!r} holds a run: take another folder.")
+  # Two processes would write into one unfinished file, and a mix of both would get its name.
+  with lock.hold(folder):
+    yield folder
+
+
+def _open(
+  model: Model, evaluation: Any, checkpoint: str, folder: pathlib.Path, config: str, memory: bool
+) -> tuple[Any, dict[str, Any], int]:
+  """Returns an evaluator, the variables of a checkpoint, and its global step.
+
+  The arguments are those of `evaluate`.
+  """
   evaluator = evaluation(model, str(folder))  # first: it refuses a wrong split before any reading
   stored = checkpoints.opened(checkpoint, model)
   if stored.packed is None:

@@ -56,6 +56,7 @@ def make(
       problems.append(
         f"{task.file}: {len(said)} predictions, of which not each has its own index 0..{size - 1}"
       )
+    # A filler that `fill` does not allow is among the problems, so it is never written.
     lines = [f"{i}\t{answer or filler}\n" for i, answer in enumerate(cells)]
     tables[task.file] = "".join(["index\tprediction\n", *lines]).encode()
   return tables, filled, problems
@@ -66,11 +67,14 @@ def _find(paths: Sequence[str | pathlib.Path]) -> dict[str, list[pathlib.Path]]:
   found: dict[str, list[pathlib.Path]] = {}
   for path in map(pathlib.Path, paths):
     for file in path.rglob("*.jsonl*") if path.is_dir() else [path]:
+      # What else a folder holds is no concern; files of other tasks gather at "".
       if name := _NAME.fullmatch(file.name):
         found.setdefault(glue.config_of(name[1]) or "", []).append(file)
-  if not found.keys() & TASKS.keys():
+  missing = [path for path in paths if not pathlib.Path(path).exists()]
+  if missing or not found.keys() & TASKS.keys():
     wanted = "such as nm_glue_rte-predict.jsonl-00000-of-00001"
-    raise ValueError(f"no prediction files of GLUE, {wanted}, in {', '.join(map(str, paths))}")
+    where = ", ".join(map(str, missing or paths))
+    raise ValueError(f"no prediction files of GLUE, {wanted}, in {where}")
   return found
 
 

@@ -13,6 +13,7 @@ import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from nm_sparsity_jax.core import errors
 from nm_sparsity_jax.integrations import gin_files
 from nm_sparsity_jax.runs import files, folders
 from nm_sparsity_jax.runs import settings as run_settings
@@ -196,6 +197,7 @@ def _runs(sweep: Sweep, table: Mapping[str, Any], data: bool) -> Iterator[Run]:
   shared = table.get("macros", {})
   # Seed by seed, so that a sweep that is stopped has whole seeds to compare.
   for seed in sweep.seeds:
+    errors.check_seed("seeds", seed)
     start, own = None, dict(shared)
     if START in table:
       start = made(START, None, seed, {**shared, **table[START], **_FROM_SCRATCH})

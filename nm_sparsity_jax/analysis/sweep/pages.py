@@ -37,7 +37,7 @@ def _parts(found: Mapping[str, Any], drawn: Sequence[str]) -> Iterator[Part]:
     yield f"{title}."
     yield Table(head, rows)
   yield from results.notes(found)
-  patterns = {row["pattern"] for row in found["rows"]}
+  patterns = {row["pattern"] for row in found["rows"]} - {None}
   labels = sorted(patterns, key=lambda p: (-NM.parse(p).density, NM.parse(p).m))
   for measure in found["measures"] if len(labels) > 1 else ():
     mean = {(row["recipe"], row["pattern"]): row[measure]["mean"] for row in found["rows"]}

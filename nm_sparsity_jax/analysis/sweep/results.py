@@ -45,7 +45,7 @@ def table(sweep: Sweep) -> dict[str, Any]:
     score = statistics.fmean(known) if known and len(known) == len(more) else None
     run["values"] = {**run["tasks"], "score": score, "loss": run["loss"]}
   measures = [*["score"] * bool(more), *(tasks if len(tasks) > 1 or less else []), "loss"]
-  grid = itertools.product(sweep.recipes, sweep.patterns)
+  grid = itertools.product(sweep.recipes, sweep.patterns or [None])
   rows = [_row(sweep, cells, measures, *place) for place in grid]
   return {
     "file": sweep.file, "out": str(sweep.out), "of": len(found),
@@ -156,7 +156,7 @@ def tables(found: Mapping[str, Any]) -> Iterator[tuple[str, list[list[str]]]]:
     head = ["recipe", "pattern", "seeds", measure, f"difference from {baseline}"]
     cells = [
       [
-        row["recipe"], row["pattern"], f"{row[measure]['n']} of {row['seeds']}",
+        row["recipe"], row["pattern"] or "-", f"{row[measure]['n']} of {row['seeds']}",
         _cell(row[measure], digits), _cell(row["differences"].get(measure), digits, "+"),
       ]
       for row in rows

@@ -138,6 +138,7 @@ class SparseTrainer(trainer.Trainer):
       done = super().train(batch_iter, num_steps, start_step)
     finally:
       self._compiled_train_step = compiled
+    # After the steps, since writing waits until the device has made the samples.
     measure.write(samples, self.train_metrics_manager.write_scalars)
     return done
 

@@ -174,6 +174,7 @@ class Attention(nn.Module):
         kept.value = lax.dynamic_update_slice_in_dim(kept.value, new, now, axis=3)
       found.append(kept.value)
     length = found[0].shape[-1]
+    # A bias depends on key - query alone; what stands for keys in the future is masked.
     bias = lax.dynamic_slice_in_dim(bias, length - 1 - now, length, axis=-1)
     # Places that are not written yet are zeros, and must not be seen.
     past = lax.broadcasted_iota(jnp.int32, (1, 1, 1, length), 3) <= now

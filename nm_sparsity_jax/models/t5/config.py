@@ -74,6 +74,9 @@ class T5Config:
   remat_policy: str = "none"
   scan_layers: bool = False
 
+  def __post_init__(self):
+    object.__setattr__(self, "mlp_activations", tuple(self.mlp_activations))  # a list in gin
+
   @classmethod
   def t5_1_1(cls, size: str, **overrides: Any) -> T5Config:
     """Returns T5.1.1: gated GELU, own logits; 'tiny', 'small', 'base', 'large', 'xl', 'xxl'."""

@@ -166,7 +166,7 @@ class Stack(nn.Module):
       return x
     scan: Any = partitioning.scan_with_axes(
       lambda layer, x, *context: (run(layer, x, *context), None),
-      variable_axes={"params": 1, "cache": 0, PREPARED: 0},
+      variable_axes={"params": 1, "cache": 0, PREPARED: 0},  # T5X's axes, so its checkpoints load
       split_rngs={"params": True, "dropout": True},
       in_axes=nn.broadcast,  # type: ignore
       length=depth,
@@ -261,6 +261,8 @@ class Transformer(nn.Module):
     # A query that is padding sees nothing: its output is not read.
     cross = pairs(targets, sources)
     if encoder_segment_ids is not None:
+      if decode:  # the cache would let a token see the examples before its own
+        raise ValueError("encoder_segment_ids: packed examples cannot be decoded; unpack them.")
       cross &= pairs(decoder_segment_ids, encoder_segment_ids, jnp.equal)  # type: ignore
     return self.decoder(
       decoder_input_tokens,
@@ -293,6 +295,7 @@ class Transformer(nn.Module):
     encoded, tokens = (jnp.repeat(x, beams, 0) for x in (encoded, tokens))
     # The token to come is real, whatever it is; only padding of the input is masked.
     self.put_variable(PREPARED, "mask", pairs(jnp.ones_like(tokens[:, :1]), tokens))
+    # Without variables this call makes them: keys and values, and a cache of `length` places.
     self._next(encoded, jnp.zeros((tokens.shape[0], length), jnp.int32), length)
 
   def step(self, decoder_input_tokens: jax.Array, length: int) -> jax.Array:

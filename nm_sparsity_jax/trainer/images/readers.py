@@ -147,7 +147,8 @@ class Folder(Indexed):
     files = [
       p for p in sorted(pathlib.Path(self.data).glob("*/*/*")) if p.suffix.lower() in SUFFIXES
     ]
-    names = sorted({path.parts[-2] for path in files if path.parts[-3] == "train"})
+    # Also a class without images counts: a label is a position among them.
+    names = sorted(path.name for path in pathlib.Path(self.data).glob("train/*/"))
     strange = sorted({path.parts[-2] for path in files} - {*names})
     if not names or strange:
       raise ValueError(
