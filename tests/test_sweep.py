@@ -100,7 +100,7 @@ def test_the_grid_seed_by_seed_dense_once_a_seed(here):
 @pytest.mark.parametrize(
   "old, new, word",
   [
-    ("[0, 3]", "[true]", "SEED"),
+    ("[0, 3]", "[true]", "seeds=True"),
     ("[0, 3]", "3", "seeds: .*not a list"),
     ("[macros]", "[variants.idq]\nBETA = 1\n[macros]", "idq"),
     ("[macros]", "[macros]\nINITIAL_CHECKPOINT_PATH = 'x'", "INITIAL_CHECKPOINT_PATH: set"),

@@ -19,7 +19,7 @@ import jax
 import jax.core
 import jax.numpy as jnp
 import optax
-from jax.sharding import NamedSharding
+from jax.sharding import NamedSharding, PartitionSpec
 
 from nm_sparsity_jax.core.gradients import wider
 from nm_sparsity_jax.core.trees import flatten, map_with_names
@@ -92,7 +92,8 @@ def sparse(tx: optax.GradientTransformation, rules: Rules) -> optax.GradientTran
   def init(params):
     nonlocal rules  # under jit `update` cannot see how arrays are sharded, so `init` notes it
     sites = rules.assign(params).places
-    rules = _with_shardings_of(params, rules)
+    shardings = _shardings_of(params)
+    rules = rules.with_shardings(shardings) if shardings else rules
     dense = map_with_names(lambda p, w: _master(p, w) if p in sites else _NONE, params)
     with _relaxed():
       inner_state = inner.init(params)
@@ -104,6 +105,9 @@ def sparse(tx: optax.GradientTransformation, rules: Rules) -> optax.GradientTran
     masks = stored.init_state(params, rules)
     # An array, so that every trainer saves it, and a checkpoint knows its own rules.
     text = jnp.asarray(rules_text.pack(rules.text))
+    if shardings:  # it lies where the parameters do
+      mesh = next(iter(shardings.values())).mesh
+      text = jax.device_put(text, NamedSharding(mesh, PartitionSpec()))
     return SparseState(jnp.int32(0), text, dense, masks, inner_state)
 
   def update(updates, state, params=None, **extra):
@@ -338,13 +342,12 @@ def _master(path: str, w: jax.Array) -> jax.Array:
   return jnp.array(w, wider(w.dtype), copy=True)
 
 
-def _with_shardings_of(params: Any, rules: Rules) -> Rules:
-  # A tracer does not tell how its array is sharded, and a TPU's kernel must know it.
+def _shardings_of(params: Any) -> dict[str, NamedSharding]:
+  """Returns path -> how devices share a parameter; empty where that is not known."""
+  # A tracer does not tell how its array is sharded.
   is_known = lambda w: isinstance(w, jax.Array) and not isinstance(w, jax.core.Tracer)
-  shardings = jax.tree.map(lambda w: w.sharding if is_known(w) else None, params)
-  # On one device nothing is shared: then what the rules were given stays.
-  is_shared = any(isinstance(s, NamedSharding) for s in jax.tree.leaves(shardings))
-  return rules.with_shardings(shardings) if is_shared else rules
+  known = {path: w.sharding for path, w in flatten(params) if is_known(w)}
+  return {path: s for path, s in known.items() if isinstance(s, NamedSharding)}
 
 
 def _checked_step(state: SparseState, rules: Rules, sites: Mapping[str, Site]) -> jax.Array:
