@@ -45,20 +45,33 @@ PROJECTS = {
        for role, x in ATTENTION.items()},
     "stem": "encoder/patch_embeddings", "head": "classifier",
     "ff": "encoder/layers/mlp/layers/0 encoder/layers/gate encoder/map_head/mlp/layers/2"},
+  "Equinox": {
+    **{role: f"attention/{x}_proj/weight" for role, x in (ATTENTION | {"o": "output"}).items()},
+    "ff": "blocks/1/mlp/layers/0/weight", "": "norm/weight embedding/weight layers/0/weight"},
+  "haliax": {"ff": "block/mlp/layers/0/weight/0", "": "out/weight/0"},
+  "haiku": {
+    **{role: f"language_model/transformer/multi_head_attention_1/{x}/w"
+       for role, x in (ATTENTION | {"o": "linear"}).items()},
+    "ff": "language_model/transformer/linear_3/w net/~/mlp/~/linear_0/w",
+    "conv": "res_net18/~/block_group_0/~/block_1/~/conv_0/w", "stem": "res_net18/~/initial_conv/w",
+    "shortcut": "res_net18/~/block_group_1/~/block_0/~/shortcut_conv/w",
+    "head": "language_model/linear/w res_net18/~/logits/w", "": "linear/w lstm/linear/w"},
 }  # fmt: skip
+LEAVES = "/weight", "/weight/0", "/w"  # not kernel, as elsewhere
 
 
 def kernels_of(project):
   """path -> its role."""
   table = PROJECTS[project]
-  return {f"{path}/kernel": role for role, paths in table.items() for path in paths.split()}
+  name = lambda path: path if path.endswith(LEAVES) else f"{path}/kernel"
+  return {name(path): role for role, paths in table.items() for path in paths.split()}
 
 
 @pytest.mark.parametrize("project", PROJECTS)
 def test_a_role_names_its_kernels_and_what_no_role_names_stays_dense(project):
   kernels = kernels_of(project)
   assert {path: roles.role_of(path) or "" for path in kernels} == kernels
-  assert not roles.role_of(next(iter(kernels)).replace("kernel", "bias"))
+  assert not roles.role_of(next(iter(kernels)).rpartition("/")[0] + "/bias")
   words = {word: (word,) for word in PROJECTS[project] if word}
   words |= {"qk": ("q", "k"), "qkv": ("q", "k", "v", "qkv")}
   for word, those in words.items():
