@@ -203,7 +203,8 @@ if file.exists():
 @eqx.filter_jit
 def train_step(model, opt, x):
   loss = lambda model: jnp.mean((jax.vmap(model)(x) - jnp.sin(x[:, :4])) ** 2)
-  updates, opt = tx.update(eqx.filter_grad(loss)(model), opt, eqx.filter(model, eqx.is_inexact_array))
+  params = eqx.filter(model, eqx.is_inexact_array)
+  updates, opt = tx.update(eqx.filter_grad(loss)(model), opt, params)
   return eqx.apply_updates(model, updates), opt
 
 
