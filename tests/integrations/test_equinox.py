@@ -317,3 +317,16 @@ def test_haliax_axes_come_from_the_program():
     ins, outs = (a if isinstance(a, tuple) else (a,) for a in (layer.In, layer.Out))
     w = layer.weight.rearrange((*outs, *ins)).array  # haliax itself puts the inputs last
     assert is_nm(w.reshape(-1, np.prod([a.size for a in ins])), axis=1)
+
+
+# --- the example ----------------------------------------------------------------------------------
+
+
+def test_the_example_ends_with_its_proof(capsys, monkeypatch):
+  monkeypatch.syspath_prepend(str(ROOT / "examples"))
+  import equinox_mlp
+
+  monkeypatch.setattr(equinox_mlp, "STEPS", 60)
+  equinox_mlp.main()
+  out = capsys.readouterr().out
+  assert out.endswith("\nok\n") and out.count("87.5%") == 2
