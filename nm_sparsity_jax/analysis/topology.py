@@ -38,7 +38,7 @@ def devices(name: str) -> Sequence[Any]:
   if installed.version("libtpu") is None:
     raise NoTopology(
       f"topology {name!r}: libtpu, the compiler for TPUs, is not installed: pip install "
-      "'nm-sparsity-jax[tpu]'."
+      "'jax[tpu]'."
     )
   from jax.experimental import topologies
 
