@@ -1,4 +1,4 @@
-"""Builds what pyproject.toml cannot state: kernels, data in the wheel, its tag, the index's page."""
+"""Builds what pyproject.toml cannot state: kernels, data in a wheel, its tag, the index's page."""
 
 import importlib.util
 import os

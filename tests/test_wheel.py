@@ -3,6 +3,7 @@
 import glob
 import os
 import pathlib
+import re
 import subprocess
 import sys
 
@@ -56,3 +57,14 @@ def test_floors_are_what_the_package_asks_of_users():
   found = floors.floors()
   assert found["jax"] == "0.9.0" and found["clu"] == "0.0.12" and found["seqio"] == "0.0.20"
   assert "pytest" not in found and "mkdocs" not in found and "packaging" not in found
+
+
+def test_ci_runs_every_trainer_and_pinned_actions():
+  lists = {f.stem: f.read_text() for f in (ROOT / "tests/integrations").glob("*.txt")}
+  named = " ".join(text.partition("\n")[0] for text in lists.values()).split()
+  assert {str(f.relative_to(ROOT)) for f in ROOT.glob("tests/integrations/test_*")} <= {*named}
+  flows = "".join(f.read_text() for f in (ROOT / ".github/workflows").iterdir())
+  (matrix,) = re.findall(r"trainer: \[(.*)\]", flows)
+  assert set(matrix.split(", ")) == lists.keys()
+  pinned = re.findall(r"uses: \S+@[0-9a-f]{40}  # v\d", flows)
+  assert len(pinned) == flows.count("uses:") > 0
