@@ -259,6 +259,7 @@ register("haliax", {"ff": r"(.*/)?mlp/layers/\d+/weight/0"})
 # haiku: its attention, MLP and ResNet, and the transformer of its examples. `layer_stack` stacks on
 # axis 0.
 _HAIKU = {"q": "query", "k": "key", "v": "value", "o": "linear"}
+_HAIKU_LINEAR = r"(linear(_\d+)?|logits|multi_head_attention(_\d+)?/(query|key|value))"
 _HAIKU_BLOCK = r"(.*/)?block_group_\d+/~/block_\d+/~/"
 register(
   "haiku",
@@ -271,7 +272,8 @@ register(
     "head": r"(.*/)?(logits|language_model/linear)/w",
   },
   layouts={
-    r"(.*/)?(linear(_\d+)?|logits|multi_head_attention(_\d+)?/(query|key|value))/w": "io oio",
+    rf"(.*/)?{_HAIKU_LINEAR}/w": "io",
+    rf"(.*/)?__layer_stack\w*/(.*/)?{_HAIKU_LINEAR}/w": "oio",
     r"(.*/)?(conv2_d(_\d+)?|initial_conv|conv_\d|shortcut_conv)/w": "ooio",
   },
 )

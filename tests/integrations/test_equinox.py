@@ -1,6 +1,5 @@
 """One line in an Equinox loop: models with functions among their leaves, and haliax' named axes."""
 
-import functools
 import os
 import pathlib
 import signal
@@ -246,30 +245,33 @@ def test_killed_and_resumed_is_uninterrupted(tmp_path):
 LINEAR = nms.recipe("mdgf_linear", pattern="2:8", phases=PHASES)
 
 
-@functools.cache
-def embedding():
-  return {"embedding": eqx.nn.Embedding(16, 8, key=KEY), "square": eqx.nn.Linear(8, 8, key=KEY)}
+def no_parameters(tx, other, p):
+  return tx.update(p, tx.init(p))
+
+
+def rules_of_another_run(tx, other, p):
+  return tx.update(p, other.init(p), p)
+
+
+def no_axis(tx, other, p):
+  """An Embedding has a weight, too, and no product: no axis is guessed."""
+  model = {"ids": eqx.nn.Embedding(16, 8, key=KEY), "square": eqx.nn.Linear(8, 8, key=KEY)}
+  nms.Rules({".*/weight": LINEAR}).assign(model)
 
 
 @pytest.mark.parametrize(
-  "word, make",
+  "word, mistake",
   [
-    # An Embedding has a weight, too, and no product: no axis is guessed.
-    ("not known for 'embedding/weight'.*'square/weight'.*for_model",
-     lambda: nms.Rules({".*/weight": LINEAR}).assign(embedding())),
-    ("other rules",
-     lambda: nms.sparse(optax.sgd(0.1), rules_of("sr_ste", lam=0.5)).update(
-       eqx.filter(Block(KEY), eqx.is_inexact_array),
-       nms.sparse(optax.sgd(0.1), rules_of("sr_ste")).init(
-         eqx.filter(Block(KEY), eqx.is_inexact_array)), Block(KEY))),
-    ("needs the parameters",
-     lambda: nms.sparse(optax.sgd(0.1), rules_of("sr_ste")).update(
-       eqx.filter(Block(KEY), eqx.is_inexact_array), None)),
+    ("needs the parameters", no_parameters),
+    ("was made by", rules_of_another_run),
+    ("not known for 'ids/weight'.*'square/weight'.*for_model", no_axis),
   ],
-)  # fmt: skip
-def test_mistakes_are_one_sentence(word, make):
+)
+def test_mistakes_are_one_sentence(word, mistake):
+  params = eqx.filter(Block(KEY), eqx.is_inexact_array)
+  optimizers = (nms.sparse(optax.sgd(0.1), rules_of("sr_ste", lam=lam)) for lam in (0.1, 0.5))
   with pytest.raises(ValueError, match=word):
-    make()
+    mistake(*optimizers, params)
 
 
 # --- haliax ---------------------------------------------------------------------------------------
