@@ -354,7 +354,7 @@ def _default_axis(path: str, shapes: Mapping[str, tuple[int, ...]]) -> masks.Axi
   if axes := roles.axis_of(path, len(shape)):
     return _one_or_several(axes)
   if name in ("weight", "w") and len(shape) == 2 and shape[0] != shape[1]:
-    return {shape[:1]: 1, shape[1:]: 0}.get(bias)
+    return 1 if bias == shape[:1] else 0 if bias == shape[1:] else None
   if name != "kernel" or bias not in (None, shape[-1:]):
     return None
   if len(shape) == 2:
