@@ -238,7 +238,7 @@ register(
 _KERAS_GEMMA = r"(.*/)?decoder_block_\d+/"
 _KERAS_ATTENTION = (
   r"(.*/)?((multi_head|grouped_query)_attention(_\d+)?|transformer_block_\d+/mha"
-  r"|transformer_(layer|encoder|decoder)\w*/(self|cross)_attention(_layer)?)/"
+  r"|transformer_(layer|encoder|decoder)\w*/((self|cross)_)?attention(_layer)?)/"
 )
 _KERAS_QKV = {"q": "query", "k": "key", "v": "value"}
 register(
@@ -251,13 +251,9 @@ register(
       for role, name in {**_KERAS_QKV, "o": "attention_output"}.items()
     },
   },
+  {"encoder": r"(.*/)?transformer_encoder\w*/.*", "decoder": r"(.*/)?transformer_decoder\w*/.*"},
   {
-    "encoder": r"(.*/)?transformer_encoder\w*/.*",
-    "decoder": r"(.*/)?transformer_decoder\w*/.*",
-    "self": r".*self_attention.*",
-    "cross": r".*/cross_attention/.*",
-  },
-  {
+    r"(.*/)?conv[123]d(_\d+)?/kernel": "oio ooio oooio",
     rf"{_KERAS_ATTENTION}(query|key|value)/kernel": "ioo",
     rf"{_KERAS_GEMMA}attention/(query|key|value)/kernel": "oio",
     rf"({_KERAS_ATTENTION}|{_KERAS_GEMMA}attention/)attention_output/kernel": "iio",

@@ -1,6 +1,8 @@
 """Keras: `fit` of a sparse model, its files, its callbacks, and the axes of its layers."""
 
-import os
+import json
+import pathlib
+import re
 
 import jax
 import jax.numpy as jnp
@@ -8,7 +10,6 @@ import numpy as np
 import optax
 import pytest
 
-os.environ.setdefault("KERAS_BACKEND", "jax")  # read when Keras is imported
 keras = pytest.importorskip("keras")
 
 import nm_sparsity_jax as nms  # noqa: E402
@@ -267,31 +268,50 @@ def test_each_mistake_is_one_sentence(tmp_path, monkeypatch):
 # --- which axis a layer sums over -----------------------------------------------------------------
 
 
-def attention():
-  x = keras.Input((6, 16))
-  h = keras.layers.MultiHeadAttention(2, 8)(x, x)
+def forward_of(model):
+  return lambda p, x: model.stateless_call([*p.values()], model.non_trainable_variables, x)
+
+
+def test_the_family_knows_the_axes_of_keras_names_and_a_trace_those_of_your_own():
+  image = keras.Input((8, 8, 4))
+  h = keras.layers.Conv2D(16, 3)(image)
+  h = keras.layers.Conv1D(16, 3)(keras.layers.Reshape((36, 16))(h))
+  h = keras.layers.MultiHeadAttention(2, 8)(h, h)
   h = keras.layers.GroupQueryAttention(8, 4, 2)(h, h)
-  return keras.Model(x, keras.layers.MultiHeadAttention(2, 8, name="my_own")(h, h)), (6, 16)
-
-
-def hub(name, **how):
-  models = pytest.importorskip("keras_hub").models
-  how = {"vocabulary_size": 32, "num_layers": 1, "hidden_dim": 16, "intermediate_dim": 32} | how
-  return getattr(models, name)(**how)
-
-
-def test_the_family_knows_the_axes_of_attention_and_a_trace_those_of_your_own_names():
-  model, shape = attention()
+  h = keras.layers.MultiHeadAttention(2, 8, name="my_own")(h, h)
+  model = keras.Model(image, keras.layers.EinsumDense("abc,dc->abd", (None, 16))(h))
+  p, x = nm_keras.params(model), jax.ShapeDtypeStruct((2, 8, 8, 4), "float32")
   recipe = rules().places[".*/kernel"]
-  p, x = nm_keras.params(model), jax.ShapeDtypeStruct((2, *shape), "float32")
-  known = nms.Rules({"qkv": recipe, "o": recipe}).assign(p).places
-  assert len(known) == 8 and not any("my_own" in path for path in known)
-  traced = nms.Rules({".*/kernel": recipe}).for_model(
-    lambda p, x: model.stateless_call([*p.values()], model.non_trainable_variables, x), p, x
-  )
-  places = traced.assign(p).places
-  assert len(places) == 12
-  assert {path: places[path].axis for path in known} == {path: s.axis for path, s in known.items()}
+  known = nms.Rules({"qkv": recipe, "o": recipe, ".*conv.*/kernel": recipe})
+  assert len(known.assign(p).places) == 10
+  # Only what the rules do not know is added.
+  assert not known.for_model(forward_of(model), p, x).axes
+  rest = nms.Rules({".*/kernel": recipe})
+  with pytest.raises(ValueError, match="einsum_dense"):
+    rest.assign(p)
+  axes = rest.for_model(forward_of(model), p, x).axes
+  assert sorted(axes.values(), key=str) == [(0, 1), 0, 0, 0, 1] and "my_own" in str(axes)
+
+
+HUB = {
+  "GPT2Backbone": {"num_heads": 2, "max_sequence_length": 8},
+  "LlamaBackbone": {"num_query_heads": 4, "num_key_value_heads": 2},
+  "GemmaBackbone": {"num_query_heads": 4, "num_key_value_heads": 2, "head_dim": 4},
+  "ViTBackbone": {"num_heads": 2, "mlp_dim": 32, "image_shape": (8, 8, 3), "patch_size": 4},
+}
+
+
+@pytest.mark.parametrize("name", HUB)
+def test_the_family_knows_the_axes_of_keras_hub(name):
+  how = {"num_layers": 1, "hidden_dim": 16, **HUB[name]}
+  if name != "ViTBackbone":
+    how |= {"vocabulary_size": 32, "intermediate_dim": 32}
+  model = getattr(pytest.importorskip("keras_hub").models, name)(**how)
+  p, recipe = nm_keras.params(model), rules().places[".*/kernel"]
+  known = nms.Rules({"qkv": recipe, "o": recipe, "ff": recipe})
+  assert len(known.assign(p).places) >= 6
+  one = lambda x: jax.ShapeDtypeStruct((1, *(n or 8 for n in x.shape[1:])), x.dtype)
+  assert not known.for_model(forward_of(model), p, jax.tree.map(one, model.input)).axes
 
 
 @pytest.mark.parametrize("role, axis", [("q", 0), ("k", 0), ("v", 0), ("o", (0, 1))])
@@ -318,3 +338,36 @@ def test_a_group_without_inputs_changes_nothing_of_attention(role, axis):
   flat[8] += 7
   part.kernel.assign(flat.reshape(kernel.shape))
   assert np.all(np.asarray(part(inputs)) != before)
+
+
+# --- examples -------------------------------------------------------------------------------------
+
+EXAMPLES = pathlib.Path(__file__).parents[2] / "examples"
+
+
+def test_the_example_ends_2_of_4_and_1_of_8(capsys):
+  pytest.importorskip("sklearn")
+  code = (EXAMPLES / "keras_vision.py").read_text("utf-8")
+  assert len(code.splitlines()) <= 100 and "EPOCHS, BATCH = 20," in code
+  names = {"__name__": "an example"}
+  exec(code.replace("EPOCHS, BATCH = 20,", "EPOCHS, BATCH = 5,"), names)
+  names["main"]()
+  out = capsys.readouterr().out
+  assert out.count("\nok") == 2 and out.count("attention/{key,query,value}/kernel") == 2
+  assert min(map(float, re.findall(r"digits (\S+)", out))) > 0.5  # one that knows nothing: 0.1
+
+
+def test_the_notebook_runs_and_its_outputs_are_true(monkeypatch, capsys):
+  pytest.importorskip("sklearn")
+  plt, drawn = pytest.importorskip("matplotlib.pyplot"), []
+  plt.switch_backend("agg")
+  monkeypatch.setattr(plt, "show", lambda: drawn.append(plt.gcf()) or plt.close("all"))
+  names = {"__name__": "__main__"}
+  without_decimals = lambda text: re.sub(r"\d+\.\d+", "x", text)
+  for cell in json.loads((EXAMPLES / "keras_vision.ipynb").read_text("utf-8"))["cells"]:
+    if cell["cell_type"] == "code":
+      exec("".join(cell["source"]), names)
+      printed = "".join(t for out in cell["outputs"] for t in out.get("text", ()))
+      assert without_decimals(capsys.readouterr().out) == without_decimals(printed)
+  assert len(drawn) == 1
+  assert names["sparse"]["val_accuracy"][-1] > names["dense"]["val_accuracy"][-1] - 0.1
