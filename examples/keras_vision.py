@@ -14,7 +14,7 @@ import optax
 from sklearn.datasets import load_digits
 
 import nm_sparsity_jax as nms
-from nm_sparsity_jax.integrations.keras import Metrics, Optax, params
+from nm_sparsity_jax.integrations.keras import Metrics, OptaxOptimizer, params
 
 EPOCHS, BATCH = 20, 50
 digits = load_digits()
@@ -52,7 +52,7 @@ def train(pattern=None):
     rules = sparse_rules(model, pattern)
     tx = nms.sparse(tx, rules)  # the one line that a dense program does not have
   loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-  model.compile(optimizer=Optax(tx), loss=loss, metrics=["accuracy"])
+  model.compile(optimizer=OptaxOptimizer(tx), loss=loss, metrics=["accuracy"])
   watch = [Metrics()] if pattern else []
   history = model.fit(
     *TRAIN, batch_size=BATCH, epochs=EPOCHS, validation_data=TEST, callbacks=watch, verbose=0

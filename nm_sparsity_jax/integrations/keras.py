@@ -1,6 +1,6 @@
 """Keras on JAX: an optimizer that holds an optax transformation, and a callback that watches masks.
 
-    model.compile(optimizer=Optax(nms.sparse(optax.adamw(1e-3), rules)), loss=...)
+    model.compile(optimizer=OptaxOptimizer(nms.sparse(optax.adamw(1e-3), rules)), loss=...)
     model.fit(x, y, callbacks=[Metrics()])
     print(nms.verify(params(model), rules))
 
@@ -49,11 +49,11 @@ def params(model: keras.Model) -> OrderedDict[str, jax.Array]:
 
 
 @keras.saving.register_keras_serializable("nm_sparsity_jax")
-class Optax(keras.optimizers.Optimizer):
+class OptaxOptimizer(keras.optimizers.Optimizer):
   """A Keras optimizer that updates the model by any optax transformation.
 
       tx = nms.sparse(optax.adamw(1e-3), rules)
-      model.compile(optimizer=Optax(tx), loss="mse")
+      model.compile(optimizer=OptaxOptimizer(tx), loss="mse")
 
   Learning rate, clipping and weight decay are those of `tx`, and so are their schedules. For Keras'
   `LearningRateScheduler` and `ReduceLROnPlateau` let `optax.inject_hyperparams(optax.adamw)(1e-3)`
@@ -138,8 +138,8 @@ class Optax(keras.optimizers.Optimizer):
       raise _of_another_model()
     now = self._tree(trainable_variables, [v.value for v in trainable_variables])
     updates, state = self.tx.update(self._tree(trainable_variables, grads), self.opt_state, now)
-    new = optax.apply_updates(now, updates)
-    for variable, value in zip(trainable_variables, new.values(), strict=True):
+    new = jax.tree.leaves(optax.apply_updates(now, updates))
+    for variable, value in zip(trainable_variables, new, strict=True):
       variable.assign(value)
     for slot, value in zip(self._slots, jax.tree.leaves(state), strict=True):
       slot.assign(value)
@@ -170,7 +170,7 @@ class Optax(keras.optimizers.Optimizer):
     return {"gradient_accumulation_steps": self.gradient_accumulation_steps, "name": self.name}
 
   @classmethod
-  def from_config(cls, config: dict[str, Any], custom_objects: Any = None) -> Optax:
+  def from_config(cls, config: dict[str, Any], custom_objects: Any = None) -> OptaxOptimizer:
     """Makes the optimizer of a file, by the `tx` of `load_model(custom_objects={"tx": tx})`."""
     tx = keras.saving.get_registered_object("tx", custom_objects)
     if tx is None:
@@ -193,7 +193,7 @@ class Optax(keras.optimizers.Optimizer):
 
   def _slot(self, name: str, value: jax.Array) -> keras.Variable:
     # A copy: the loop donates the model and the state, and one buffer cannot be donated twice.
-    copied = lambda shape, dtype=None: jnp.array(value, copy=True)
+    copied: Any = lambda shape, dtype=None: jnp.array(value, copy=True)
     layout = value.sharding if isinstance(value.sharding, NamedSharding) else None
     dtype = str(value.dtype)
     return self.add_variable(value.shape, copied, dtype=dtype, layout=layout, name=name)
@@ -221,8 +221,9 @@ class Metrics(keras.callbacks.Callback):
 
   def _now(self):
     """Returns W, the rules, the step and the stored masks."""
-    optimizer = getattr(self.model.optimizer, "inner_optimizer", self.model.optimizer)
-    weights = dense_params(params(self.model), optimizer.opt_state)
+    model: Any = self.model
+    optimizer = getattr(model.optimizer, "inner_optimizer", model.optimizer)
+    weights = dense_params(params(model), optimizer.opt_state)
     (state,) = states(optimizer.opt_state, SparseState)
     rules = rules_text.parse(rules_text.unpack(np.asarray(state.rules)))
     return weights, rules, state.count, state.masks
@@ -238,5 +239,5 @@ def _names(variables: Sequence[keras.Variable]) -> list[str]:
 def _of_another_model() -> ValueError:
   return ValueError(
     "this optimizer was built for the variables of another model, and holds their dense weights: "
-    "compile this model with an optimizer of its own, Optax(nms.sparse(...))."
+    "compile this model with an optimizer of its own, OptaxOptimizer(nms.sparse(...))."
   )

@@ -88,7 +88,7 @@ class Kill(keras.callbacks.Callback):
 def test_fit_is_the_loop_written_by_hand_and_ends_n_of_m(name, tmp_path):
   model, by_hand = network(), network()
   saved = keras.callbacks.ModelCheckpoint(tmp_path / "{epoch}.keras")
-  history = fit(model, nm_keras.Optax(sparse(name)), [saved], validation_data=(X, Y))
+  history = fit(model, nm_keras.OptaxOptimizer(sparse(name)), [saved], validation_data=(X, Y))
   for layer in model.layers[:3]:
     check_n_of_m(layer.kernel.value, 2, 4)
   assert np.all(model.layers[3].kernel)
@@ -132,7 +132,9 @@ HOW = {
 def test_a_run_that_was_killed_goes_on_to_the_same_bits(how, tmp_path):
   keras.config.set_dtype_policy(how.get("dtype", "float32"))
   total = 16 // how.get("steps", 1)
-  new = lambda: nm_keras.Optax(sparse(how.get("name", "sr_ste"), total=total), how.get("steps"))
+  new = lambda: nm_keras.OptaxOptimizer(
+    sparse(how.get("name", "sr_ste"), total=total), how.get("steps")
+  )
   whole, first, second = network(), network(), network()
   assert whole.layers[0].name != second.layers[0].name
   fit(whole, new(), epochs=EPOCHS)
@@ -150,8 +152,8 @@ def test_a_run_that_was_killed_goes_on_to_the_same_bits(how, tmp_path):
 @pytest.mark.parametrize("file", ["run.keras", "run.weights.h5"])
 def test_files_have_the_state_so_that_training_goes_on(file, tmp_path):
   whole, first = network(), network()
-  fit(whole, nm_keras.Optax(sparse("idp")))
-  fit(first, nm_keras.Optax(sparse("idp")), epochs=2)
+  fit(whole, nm_keras.OptaxOptimizer(sparse("idp")))
+  fit(first, nm_keras.OptaxOptimizer(sparse("idp")), epochs=2)
   path = tmp_path / file
   if file.endswith(".keras"):
     first.save(path)
@@ -159,7 +161,7 @@ def test_files_have_the_state_so_that_training_goes_on(file, tmp_path):
   else:
     first.save_weights(path)
     second = network()
-    second.compile(nm_keras.Optax(sparse("idp")), LOSS)
+    second.compile(nm_keras.OptaxOptimizer(sparse("idp")), LOSS)
     second.optimizer.build(second.trainable_variables)
     second.load_weights(path)
   assert int(nms.step_count(second.optimizer.opt_state)) == 8
@@ -178,9 +180,9 @@ def test_layers_change_their_order_by_name_and_the_state_does_not(tmp_path):
     optax.adam(1e-2), nms.Rules({".*/kernel": rules("idp").places[".*/kernel"]})
   )
   one, two = model(["dense_9", "dense_10"]), model(["dense_10", "dense_11"])
-  fit(one, nm_keras.Optax(tx()), epochs=2)
+  fit(one, nm_keras.OptaxOptimizer(tx()), epochs=2)
   one.save_weights(tmp_path / "one.weights.h5")
-  two.compile(nm_keras.Optax(tx()), LOSS)
+  two.compile(nm_keras.OptaxOptimizer(tx()), LOSS)
   two.optimizer.build(two.trainable_variables)
   two.load_weights(tmp_path / "one.weights.h5")
   w = [nms.dense_params(nm_keras.params(m), m.optimizer.opt_state) for m in (one, two)]
@@ -190,13 +192,13 @@ def test_layers_change_their_order_by_name_and_the_state_does_not(tmp_path):
 
 def test_without_jit_and_on_several_devices_it_is_the_same():
   one, eager, shared = network(), network(), None
-  fit(one, nm_keras.Optax(sparse()))
-  fit(eager, nm_keras.Optax(sparse()), compiled={"jit_compile": False})
+  fit(one, nm_keras.OptaxOptimizer(sparse()))
+  fit(eager, nm_keras.OptaxOptimizer(sparse()), compiled={"jit_compile": False})
   check_equal(one, eager, atol=1e-6)
   keras.distribution.set_distribution(keras.distribution.DataParallel(auto_shard_dataset=False))
   try:
     shared = network()
-    fit(shared, nm_keras.Optax(sparse()))
+    fit(shared, nm_keras.OptaxOptimizer(sparse()))
     kernel = shared.layers[0].kernel.value
   finally:
     keras.distribution.set_distribution(None)
@@ -208,9 +210,9 @@ def test_without_jit_and_on_several_devices_it_is_the_same():
 def test_gradients_accumulate_by_keras_or_by_optax():
   whole, by_keras, by_optax = network(), network(), network()
   tx = lambda: sparse(total=8)
-  fit(whole, nm_keras.Optax(tx()), batch_size=2 * BATCH)
-  fit(by_keras, nm_keras.Optax(tx(), gradient_accumulation_steps=2))
-  fit(by_optax, nm_keras.Optax(optax.MultiSteps(tx(), 2)))
+  fit(whole, nm_keras.OptaxOptimizer(tx()), batch_size=2 * BATCH)
+  fit(by_keras, nm_keras.OptaxOptimizer(tx(), gradient_accumulation_steps=2))
+  fit(by_optax, nm_keras.OptaxOptimizer(optax.MultiSteps(tx(), 2)))
   check_n_of_m(by_keras.layers[0].kernel.value, 2, 4)
   check_equal(whole, by_keras, atol=1e-5)
   check_equal(whole, by_optax, atol=1e-5)
@@ -220,17 +222,17 @@ def test_callbacks_set_the_rate_that_optax_lets_them():
   adam = optax.inject_hyperparams(optax.adam)(learning_rate=1e-2)
   halve = keras.callbacks.LearningRateScheduler(lambda epoch, rate: rate / 2)
   model = network()
-  history = fit(model, nm_keras.Optax(nms.sparse(adam, rules())), [halve])
+  history = fit(model, nm_keras.OptaxOptimizer(nms.sparse(adam, rules())), [halve])
   np.testing.assert_allclose(history["learning_rate"], [1e-2 / 2**i for i in (1, 2, 3, 4)])
   plateau = keras.callbacks.ReduceLROnPlateau("loss", patience=0, min_delta=9)
   with pytest.raises(ValueError, match="inject_hyperparams"):
-    fit(network(), nm_keras.Optax(sparse()), [plateau])
+    fit(network(), nm_keras.OptaxOptimizer(sparse()), [plateau])
 
 
 def test_metrics_are_in_the_logs_of_keras():
   model = network("mixed_float16")
   tx = optax.MultiSteps(sparse("sdgf_stepwise", total=8, pattern="1:4"), 2)
-  optimizer = keras.optimizers.LossScaleOptimizer(nm_keras.Optax(tx), initial_scale=2.0)
+  optimizer = keras.optimizers.LossScaleOptimizer(nm_keras.OptaxOptimizer(tx), initial_scale=2.0)
   history = fit(model, optimizer, [nm_keras.Metrics()])
   kernels = np.concatenate([np.ravel(layer.kernel) for layer in model.layers[:3]])
   assert history["nm/density"] == [0.75, 0.25, 0.25, np.mean(kernels != 0)]
@@ -240,7 +242,7 @@ def test_metrics_are_in_the_logs_of_keras():
 
 
 def test_each_mistake_is_one_sentence(tmp_path, monkeypatch):
-  model, optimizer = network(), nm_keras.Optax(sparse())
+  model, optimizer = network(), nm_keras.OptaxOptimizer(sparse())
   fit(model, optimizer, epochs=2)
   model.save(tmp_path / "run.keras")
   with pytest.raises(ValueError, match="another model"):
@@ -251,7 +253,7 @@ def test_each_mistake_is_one_sentence(tmp_path, monkeypatch):
     keras.models.load_model(tmp_path / "run.keras")
 
   other = network()
-  other.compile(nm_keras.Optax(sparse(total=100)), LOSS)
+  other.compile(nm_keras.OptaxOptimizer(sparse(total=100)), LOSS)
   other.optimizer.build(other.trainable_variables)
   with pytest.raises(ValueError, match="total=16"):
     other.load_weights(tmp_path / "run.keras")
@@ -262,7 +264,7 @@ def test_each_mistake_is_one_sentence(tmp_path, monkeypatch):
 
   monkeypatch.setattr(keras.backend, "backend", lambda: "torch")
   with pytest.raises(RuntimeError, match="KERAS_BACKEND=jax"):
-    nm_keras.Optax(sparse())
+    nm_keras.OptaxOptimizer(sparse())
 
 
 # --- which axis a layer sums over -----------------------------------------------------------------
