@@ -45,6 +45,15 @@ PROJECTS = {
        for role, x in ATTENTION.items()},
     "stem": "encoder/patch_embeddings", "head": "classifier",
     "ff": "encoder/layers/mlp/layers/0 encoder/layers/gate encoder/map_head/mlp/layers/2"},
+  "Keras and keras-hub": {
+    **{role: f"multi_head_attention/{x} sequential_1/grouped_query_attention_2/{x} "
+             f"transformer_encoder/self_attention_layer/{x} transformer_layer_0/self_attention/{x} "
+             f"transformer_decoder_1/cross_attention/{x} decoder_block_0/attention/{x} "
+             f"vit_encoder/transformer_block_1/mha/{x}"
+       for role, x in {**ATTENTION, "o": "attention_output"}.items()},
+    "ff": "transformer_layer_0/feedforward_gate_dense decoder_block_0/ffw_linear "
+          "vit_encoder/transformer_block_1/mlp/dense_1",
+    "": "dense_1 conv2d my_own/attention_output pooled_dense"},
 }  # fmt: skip
 
 

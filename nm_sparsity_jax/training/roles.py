@@ -232,3 +232,30 @@ register(
     "head": r"fc/kernel",
   },
 )
+
+# Keras' attention under its default names, and the blocks of keras-hub. A T5X attention is also
+# called self_attention, and may be stacked by a scan, so the block is part of these names.
+_KERAS_GEMMA = r"(.*/)?decoder_block_\d+/"
+_KERAS_ATTENTION = (
+  r"(.*/)?((multi_head|grouped_query)_attention(_\d+)?|transformer_block_\d+/mha"
+  r"|transformer_(layer|encoder|decoder)\w*/((self|cross)_)?attention(_layer)?)/"
+)
+_KERAS_QKV = {"q": "query", "k": "key", "v": "value"}
+register(
+  "keras",
+  {
+    "ff": r"(.*/)?feedforward_(intermediate|gate|output)_dense/kernel"
+    rf"|(.*/)?transformer_block_\d+/mlp/dense_[12]/kernel|{_KERAS_GEMMA}ffw_\w+/kernel",
+    **{
+      role: rf"({_KERAS_ATTENTION}|{_KERAS_GEMMA}attention/){name}/kernel"
+      for role, name in {**_KERAS_QKV, "o": "attention_output"}.items()
+    },
+  },
+  {"encoder": r"(.*/)?transformer_encoder\w*/.*", "decoder": r"(.*/)?transformer_decoder\w*/.*"},
+  {
+    r"(.*/)?conv[123]d(_\d+)?/kernel": "oio ooio oooio",
+    rf"{_KERAS_ATTENTION}(query|key|value)/kernel": "ioo",
+    rf"{_KERAS_GEMMA}attention/(query|key|value)/kernel": "oio",
+    rf"({_KERAS_ATTENTION}|{_KERAS_GEMMA}attention/)attention_output/kernel": "iio",
+  },
+)

@@ -33,7 +33,8 @@ _Shapes = tuple[tuple[str, tuple[int, ...]], ...]  # (path, shape) of each param
 # (..., in, out). Names that a user chose tell nothing: it may be a transposed convolution.
 _CONV = re.compile(r"(.*/)?Conv_\d+/kernel")
 _CONV_ROLES = ("stem", "conv", "shortcut")
-_EINSUM = re.compile(r"(.*/)?Einsum_\d+/kernel")  # its kernel may be (out, in)
+# flax's and Keras' own names; such a kernel may be (out, in).
+_EINSUM = re.compile(r"(.*/)?(Einsum_\d+|einsum_dense(_\d+)?)/kernel")
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
