@@ -351,7 +351,7 @@ def _default_axis(path: str, shapes: Mapping[str, tuple[int, ...]]) -> masks.Axi
   """
   folder, _, name = path.rpartition("/")
   shape, bias = shapes[path], shapes.get(f"{folder}/bias" if folder else "bias")
-  if axes := roles.axis_of(path, len(shape)):
+  if axes := roles.axis_of(path, shapes):
     return _one_or_several(axes)
   if name != "kernel" or bias not in (None, shape[-1:]):
     return None
