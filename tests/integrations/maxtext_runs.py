@@ -75,8 +75,8 @@ def run(name, rules, *arguments, kill=False, inside=False, first=None):
 
   def iteration(devices, variables, fixed):
     if first is not None and not steps:
-      first.update({key: devices[key] for key in ("mesh", "model")})
-      first.update(state=jax.tree.map(lambda x: x.copy(), devices["state"]))
+      copied = jax.tree.map(lambda x: x.copy(), devices["state"]["model"])  # a step donates it
+      first.update(graph=nnx.graphdef(devices["model"]), state=copied, mesh=devices["mesh"])
       first.update(batch=next(variables["data_iterator"]))
     steps.append(variables["step"])
     if kill and len(steps) == KILLED:
@@ -104,8 +104,7 @@ def by_hand(rules, first, *arguments):
   config, _ = config_of(*arguments)
   schedule = maxtext_utils.create_learning_rate_schedule(config)
   tx = optax.chain(nms.sr_ste(rules), MAKE(config, schedule))
-  model = nnx.merge(first["model"], first["state"]).model
-  graph, w, rest = nnx.split(model, nnx.Param, ...)
+  graph, w, rest = nnx.split(nnx.merge(first["graph"], first["state"]), nnx.Param, ...)
 
   def loss_of(w, step, kept):
     seen = nnx.merge(graph, nms.sparsify(w, rules, step, kept), rest, copy=True)
@@ -157,8 +156,9 @@ def everything():
   yield "accumulated", lambda: run("accumulated", MIXED, *half)
   short = "dtype=bfloat16", "weight_dtype=bfloat16", "scan_layers=false"
   yield "bf16", lambda: run("bf16", MIXED, *short)
-  yield "int8", lambda: run("int8", ONE, "quantization=int8")
-  yield "fp8", lambda: run("fp8", ONE, "quantization=fp8_full")
+  qwix = "use_qwix_quantization=true"
+  yield "int8", lambda: run("int8", ONE, "quantization=int8", qwix)
+  yield "fp8", lambda: run("fp8", ONE, "quantization=fp8_full", qwix)
   yield "spikes", lambda: run("spikes", ONE, *SPIKES)
   yield "spikes inside", lambda: run("inside", ONE, *SPIKES, inside=True)
   wrong = nms.Rules({"mlp": ONE.places["ff"]})
@@ -187,7 +187,7 @@ def main(folder, *only):
     if not only or any(name.startswith(word) for word in only):
       try:
         found[name] = make()
-      except Exception:
+      except (Exception, SystemExit):
         found[name] = traceback.format_exc()
   with open("all", "wb") as file:
     pickle.dump(found, file)
