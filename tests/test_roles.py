@@ -1,6 +1,7 @@
 """Places by name: what each family calls its kernels, and what others read of it."""
 
 import jax
+import jax.numpy as jnp
 import pytest
 
 import nm_sparsity_jax as nms
@@ -128,3 +129,18 @@ def test_no_axis_is_guessed_where_lengths_prove_none():
     params = nested({path: jax.ShapeDtypeStruct(x, "float32") for path, x in shapes.items()})
     with pytest.raises(ValueError, match="for_model"):
       nms.Rules({place: RECIPE}).assign(params)
+
+
+def test_a_trace_agrees_with_a_layout_across_the_layers():
+  """The heads and their features lie around the layers; equal axes add no text to a checkpoint."""
+  path = "decoder/layers/self_attention/out/kernel"
+  shapes = {path: (4, 2, 8, 32), "decoder/layers/norm/scale": (32, 2)}
+  params = nested({name: jax.ShapeDtypeStruct(x, "float32") for name, x in shapes.items()})
+  rules = nms.Rules({"o": RECIPE})
+
+  def forward(params, x):
+    scale, w = jax.tree.leaves(params)
+    return jnp.einsum("bhk,hlke->ble", x, w) * scale.T[None]
+
+  found = rules.for_model(forward, params, jax.ShapeDtypeStruct((3, 4, 8), "float32"))
+  assert found == rules and found.assign(params).places[path].axis == (0, 2)
