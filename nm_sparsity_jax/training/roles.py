@@ -2,10 +2,10 @@
 
     'decoder/cross/qkv' -> [matcher] -> a test of whole parameter paths -> rules
     parameter path      -> [role_of] -> its role                        -> plan, flops, scores
-    path, rank          -> [axis_of] -> the axis that it is summed over -> rules
+    path, shapes        -> [axis_of] -> the axis that it is summed over -> rules
 
 The families are T5, flax's ViT and its attention, timm's (of the vision models here),
-big_vision's, Kauldron's and jimm's. `register` adds a family from outside.
+big_vision's, Kauldron's, jimm's and MaxText's. `register` adds a family from outside.
 
 >>> role_of("layers_0/blocks_1/attn/q/kernel"), role_of("layer1_0/downsample_conv/kernel")
 ('q', 'shortcut')
@@ -46,7 +46,9 @@ def register(
     narrow: word -> regex of the paths that it narrows a role to, as 'decoder' in 'decoder/ff'.
     layouts: regex of whole paths -> a letter an axis, 'i' for one that the product sums over, as
       'iio' of a kernel (heads, head_dim, embed); several, for several ranks, with blanks between.
-      Give those alone that no configuration changes; `Rules.for_model` tells all others.
+      Give those alone that no configuration changes; `Rules.for_model` tells all others. An 's' is
+      the axis of a scan's layers, 0 or 1. Such a layout counts where all parameters below the
+      folder that the regex calls `stack`, '(?P<stack>layers/).*', are equally long there alone.
   """
   for regex in (*roles.values(), *(narrow or {}).values(), *(layouts or {})):
     compiled(regex, f"the family {family!r}")
@@ -105,14 +107,23 @@ def role_of(path: str) -> str | None:
   return next((role for role, regex in known if re.fullmatch(regex, path)), None)
 
 
-def axis_of(path: str, rank: int) -> tuple[int, ...] | None:
+def axis_of(path: str, shapes: Mapping[str, tuple[int, ...]]) -> tuple[int, ...] | None:
   """Returns the axes that the product sums over, where the family of a kernel is sure of them."""
   for _, _, layouts in _families.values():
     for regex, texts in layouts.items():
+      if not (found := compiled(regex, "a family").fullmatch(path)):
+        continue
       for layout in texts.split():
-        if len(layout) == rank and compiled(regex, "a family").fullmatch(path):
+        fits = len(layout) == len(shapes[path])
+        if fits and ("s" not in layout or _stacked(found["stack"], shapes) == [layout.index("s")]):
           return tuple(i for i, letter in enumerate(layout) if letter == "i")
   return None
+
+
+def _stacked(folder: str, shapes: Mapping[str, tuple[int, ...]]) -> list[int]:
+  """Returns which of the first two axes are equally long in all parameters below a folder."""
+  stack = [shape for p, shape in shapes.items() if p.startswith(folder) and len(shape) > 1]
+  return [axis for axis in (0, 1) if len({shape[axis] for shape in stack}) == 1]
 
 
 def _joined(pairs: Iterable[tuple[str, str]]) -> dict[str, str]:
@@ -257,5 +268,32 @@ register(
     rf"{_KERAS_ATTENTION}(query|key|value)/kernel": "ioo",
     rf"{_KERAS_GEMMA}attention/(query|key|value)/kernel": "oio",
     rf"({_KERAS_ATTENTION}|{_KERAS_GEMMA}attention/)attention_output/kernel": "iio",
+  },
+)
+
+# --- decoders ---------------------------------------------------------------------------------
+
+# MaxText. Its `param_scan_axis` is 1 or 0, which no path tells. A scanned T5 of T5X has a folder
+# decoder/decoder/ and is another matter: there a rank of 3 is one of layers.
+_MAXTEXT_LAYER = r"(.*/)?decoder/(layers_remainder/)?(\w+_)?layers_\d+/"
+_MAXTEXT_STACK = r"(?P<stack>(.*/)?decoder/layers/)(.*/)?"
+_MAXTEXT_ATTENTION = r"self_attention(_local|_global)?/"
+_MAXTEXT_QKV = _MAXTEXT_ATTENTION + r"(query|key|value|qkv_proj)/kernel"
+_MAXTEXT_OUT = _MAXTEXT_ATTENTION + r"out/kernel"
+_MAXTEXT_FF = r"mlp(_local|_global)?/w[io](_\d)?/kernel"
+register(
+  "maxtext",
+  {
+    "ff": r"(.*/)?decoder/.*" + _MAXTEXT_FF,
+    **_attention_roles(r"(.*/)?decoder/.*" + _MAXTEXT_ATTENTION),
+    "qkv": r"(.*/)?decoder/.*" + _MAXTEXT_ATTENTION + r"qkv_proj/kernel",
+  },
+  layouts={
+    _MAXTEXT_LAYER + _MAXTEXT_QKV: "ioo",
+    _MAXTEXT_LAYER + _MAXTEXT_OUT: "iio",
+    _MAXTEXT_LAYER + _MAXTEXT_FF: "io ioo",  # rank 3: fused_mlp
+    _MAXTEXT_STACK + _MAXTEXT_QKV: "isoo sioo",
+    _MAXTEXT_STACK + _MAXTEXT_OUT: "isio siio",
+    _MAXTEXT_STACK + _MAXTEXT_FF: "iso sio isoo sioo",
   },
 )

@@ -217,7 +217,7 @@ class Rules:
         # Checkpoints hold the text of rules, so no axis is added where the default is right.
         default = _default_axis(path, shapes)
         # `check_axis` makes both sides ascending, non-negative ints.
-        if default is None or masks.check_axis(shape, default) != known:
+        if default is None or masks.check_axis(shape, default, gaps=True) != known:
           found[re.escape(path)] = _one_or_several(known)
       # With gaps, since groups may lie along axes that are not adjacent.
       elif known is not None and masks.check_axis(shape, by_hand, gaps=True) != known:
@@ -352,7 +352,7 @@ def _default_axis(path: str, shapes: Mapping[str, tuple[int, ...]]) -> masks.Axi
   """
   folder, _, name = path.rpartition("/")
   shape, bias = shapes[path], shapes.get(f"{folder}/bias" if folder else "bias")
-  if axes := roles.axis_of(path, len(shape)):
+  if axes := roles.axis_of(path, shapes):
     return _one_or_several(axes)
   if name != "kernel" or bias not in (None, shape[-1:]):
     return None
