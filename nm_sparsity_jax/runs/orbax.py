@@ -63,6 +63,10 @@ def read(state: Any) -> dict[str, Lazy]:
     return Lazy(tuple(x.shape), np.dtype(x.dtype), array)
 
   found = dict(flatten(metadata.item_metadata.tree))
+  # `nms.sparse` may stand inside other optimizers: the state that holds rules beside a count is its.
+  sparse = [name.removesuffix("rules") for name in found if name.endswith("/rules")]
+  sparse = [prefix for prefix in sparse if f"{prefix}count" in found]
+  prefix = sparse[0] if len(sparse) == 1 else "opt_state/"
   # What a run scored is read in place of what it averaged.
   averaged = {name.removeprefix(AVERAGE) for name in found if name.startswith(AVERAGE)}
 
@@ -71,6 +75,8 @@ def read(state: Any) -> dict[str, Lazy]:
     if name in averaged:
       return NOT_AVERAGED + name
     name = name.removeprefix(AVERAGE)
+    if name.startswith(prefix):
+      name = "opt_state/" + name.removeprefix(prefix)
     for theirs, ours in _NAMES:
       if name == theirs or theirs.endswith("/") and name.startswith(theirs):
         return None if ours is None else ours + name.removeprefix(theirs)

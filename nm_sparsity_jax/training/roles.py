@@ -20,7 +20,7 @@ from collections.abc import Iterable, Mapping
 # What several roles are called together.
 COMPOSITES: Mapping[str, tuple[str, ...]] = {
   "qk": ("q", "k"),
-  "qkv": ("q", "k", "v"),
+  "qkv": ("q", "k", "v", "kv"),
 }
 
 _Words = Mapping[str, str]
@@ -230,5 +230,26 @@ register(
     "conv": r"(.*/)?layer\d+_\d+/conv\d/kernel",
     "shortcut": r"(.*/)?layer\d+_\d+/downsample_conv/kernel",
     "head": r"fc/kernel",
+  },
+)
+
+# --- language models -------------------------------------------------------------------------
+
+# google-deepmind's Gemma 2, 3, 3n and 4. A configuration may turn gating_einsum, but not that of
+# Gemma 4's experts, so `Rules.for_model` tells its axis. One kernel holds k and v.
+_GEMMA = r"(.*/)?layer_\d+/"
+register(
+  "gemma",
+  {
+    "ff": _GEMMA + r"mlp2?/(gating_einsum|linear)(/w)?",
+    **{role: f"{_GEMMA}attn/{role}_einsum/w" for role in ("q", "k", "kv", "qkv")},
+    "o": _GEMMA + r"attn/attn_vec_einsum/w",
+  },
+  {"decoder": _GEMMA + r"(attn|mlp2?)/.*"},
+  {
+    _GEMMA + r"attn/attn_vec_einsum/w": "iio",
+    _GEMMA + r"attn/(q|k|kv|qkv)_einsum/w": "oio ooio",
+    _GEMMA + r"mlp2?/linear(/w)?": "io oio",
+    _GEMMA + r"mlp/gating_einsum/w": "oooi",
   },
 )
