@@ -7,7 +7,6 @@ One argument of Kauldron's trainer is ours, `optimizer`. A metric shows what it 
 """
 
 import dataclasses
-import os
 import sys
 
 import jax

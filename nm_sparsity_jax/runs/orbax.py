@@ -54,7 +54,8 @@ def read(state: Any) -> dict[str, Lazy]:
 
   def lazy(name: str, x: Any) -> Lazy:
     wanted: Any = nested({name: ocp.RestoreArgs(restore_type=np.ndarray)})
-    args = ocp.args.PyTreeRestore(item=wanted, restore_args=wanted, partial_restore=True)
+    # Without transforms Orbax wants whole tuples, as of `optax.chain`; with them, a dict of one.
+    args = ocp.args.PyTreeRestore(item=wanted, restore_args=wanted, transforms={})
 
     def array() -> np.ndarray:
       with quiet():
@@ -63,7 +64,7 @@ def read(state: Any) -> dict[str, Lazy]:
     return Lazy(tuple(x.shape), np.dtype(x.dtype), array)
 
   found = dict(flatten(metadata.item_metadata.tree))
-  # `nms.sparse` may stand inside other optimizers: the state that holds rules beside a count is its.
+  # `nms.sparse` may stand inside others: its state is the one that has rules beside a count.
   sparse = [name.removesuffix("rules") for name in found if name.endswith("/rules")]
   sparse = [prefix for prefix in sparse if f"{prefix}count" in found]
   prefix = sparse[0] if len(sparse) == 1 else "opt_state/"

@@ -5,7 +5,7 @@
     path, rank          -> [axis_of] -> the axis that it is summed over -> rules
 
 The families are T5, flax's ViT and its attention, timm's (of the vision models here),
-big_vision's, Kauldron's and jimm's. `register` adds a family from outside.
+big_vision's, Kauldron's, jimm's, and Gemma. `register` adds a family from outside.
 
 >>> role_of("layers_0/blocks_1/attn/q/kernel"), role_of("layer1_0/downsample_conv/kernel")
 ('q', 'shortcut')
@@ -20,7 +20,7 @@ from collections.abc import Iterable, Mapping
 # What several roles are called together.
 COMPOSITES: Mapping[str, tuple[str, ...]] = {
   "qk": ("q", "k"),
-  "qkv": ("q", "k", "v", "kv"),
+  "qkv": ("q", "k", "v"),
 }
 
 _Words = Mapping[str, str]
@@ -236,13 +236,14 @@ register(
 # --- language models -------------------------------------------------------------------------
 
 # google-deepmind's Gemma 2, 3, 3n and 4. A configuration may turn gating_einsum, but not that of
-# Gemma 4's experts, so `Rules.for_model` tells its axis. One kernel holds k and v.
+# Gemma 4's experts, so `Rules.for_model` tells its axis.
 _GEMMA = r"(.*/)?layer_\d+/"
 register(
   "gemma",
   {
     "ff": _GEMMA + r"mlp2?/(gating_einsum|linear)(/w)?",
-    **{role: f"{_GEMMA}attn/{role}_einsum/w" for role in ("q", "k", "kv", "qkv")},
+    **{role: f"{_GEMMA}attn/{role}_einsum/w" for role in "qk"},
+    "qkv": _GEMMA + r"attn/q?kv_einsum/w",
     "o": _GEMMA + r"attn/attn_vec_einsum/w",
   },
   {"decoder": _GEMMA + r"(attn|mlp2?)/.*"},
