@@ -81,13 +81,16 @@ def restored(trainer, step=-1):
   return trainer.checkpointer.restore(trainer.init_state(skip_transforms=True), step=step)
 
 
-def stepped(trainer, count, **returned):
+EVERYTHING = {"return_losses": True, "return_metrics": True, "return_summaries": True}
+
+
+def stepped(trainer, count):
   """Yields the state before each of so many updates, what it returns, and the state after."""
   state, batches = trainer.init_state(), iter(trainer.train_ds)
   for _ in range(count):
     batch = kd.sharding.device_put(next(batches), trainer.sharding.batch)
     before = jax.tree.map(jnp.copy, state)  # the step donates it
-    state, aux = trainer.trainstep.step(state, batch, **returned)
+    state, aux = trainer.trainstep.step(state, batch, **EVERYTHING)
     yield before, aux.compute(), state
 
 
@@ -179,7 +182,7 @@ def test_each_recipe_ends_n_m_and_the_metric_tells_what_its_updates_do(recipe, t
     return nms.metrics.masks_of(dense, rules, own.count, own.masks)
 
   flips = []
-  for i, (before, aux, state) in enumerate(stepped(trainer, 12, return_metrics=True)):
+  for i, (before, aux, state) in enumerate(stepped(trainer, 12)):
     said = {key.removeprefix("metrics/sparsity/"): x for key, x in aux.metric_values.items()}
     target = {"density": 1, "D": 1, "n/decoder/ff": 1, "m/decoder/ff": 1} if i < 2 else {}
     if i >= 8:
@@ -212,7 +215,7 @@ def test_the_loss_is_that_of_a_loop_that_masks_in_its_loss(tmp_path):
     return optax.apply_updates(params, updates), opt, loss
 
   batches = iter(trainer.train_ds)
-  for _, aux, _ in stepped(trainer, 12, return_losses=True):
+  for _, aux, _ in stepped(trainer, 12):
     params, opt, loss = step(params, opt, next(batches))
     assert abs(float(aux.loss_values["losses/xent"]) - float(loss)) < 1e-5
 
