@@ -60,20 +60,28 @@ PROJECTS = {
     "qkv": "decoder/layers/self_attention/qkv_proj", "": "decoder/logits_dense",
     **{role: f"decoder/layers/self_attention/{name} decoder/layers/self_attention_local/{name}"
        for role, name in ATTENTION.items()}},
+  "Gemma": {
+    "q": "layer_0/attn/q_einsum/w", "k": "layer_1/attn/k_einsum/w",
+    "qkv": "layer_0/attn/kv_einsum/w layer_0/attn/qkv_einsum/w",
+    "o": "layer_11/attn/attn_vec_einsum/w",
+    "ff": "layer_0/mlp/gating_einsum layer_0/mlp2/linear layer_0/mlp/linear/w",
+    "": "layer_0/laurel/linear_left/w layer_0/mlp/router_logits/w"},
 }  # fmt: skip
+LEAVES = "/w", "_einsum", "/linear"  # not kernel, as elsewhere
 
 
 def kernels_of(project):
   """path -> its role."""
   table = PROJECTS[project]
-  return {f"{path}/kernel": role for role, paths in table.items() for path in paths.split()}
+  name = lambda path: path if path.endswith(LEAVES) else f"{path}/kernel"
+  return {name(path): role for role, paths in table.items() for path in paths.split()}
 
 
 @pytest.mark.parametrize("project", PROJECTS)
 def test_a_role_names_its_kernels_and_what_no_role_names_stays_dense(project):
   kernels = kernels_of(project)
   assert {path: roles.role_of(path) or "" for path in kernels} == kernels
-  assert not roles.role_of(next(iter(kernels)).replace("kernel", "bias"))
+  assert not roles.role_of(next(iter(kernels)).rpartition("/")[0] + "/bias")
   words = {word: (word,) for word in PROJECTS[project] if word}
   words |= {"qk": ("q", "k"), "qkv": ("q", "k", "v", "qkv")}
   for word, those in words.items():

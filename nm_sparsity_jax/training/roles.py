@@ -5,7 +5,7 @@
     path, shapes        -> [axis_of] -> the axis that it is summed over -> rules
 
 The families are T5, flax's ViT and its attention, timm's (of the vision models here),
-big_vision's, Kauldron's, jimm's and MaxText's. `register` adds a family from outside.
+big_vision's, Kauldron's, jimm's, and those of decoders and Keras below. `register` adds a family.
 
 >>> role_of("layers_0/blocks_1/attn/q/kernel"), role_of("layer1_0/downsample_conv/kernel")
 ('q', 'shortcut')
@@ -295,5 +295,27 @@ register(
     _MAXTEXT_STACK + _MAXTEXT_QKV: "isoo sioo",
     _MAXTEXT_STACK + _MAXTEXT_OUT: "isio siio",
     _MAXTEXT_STACK + _MAXTEXT_FF: "iso sio isoo sioo",
+  },
+)
+
+# --- language models -------------------------------------------------------------------------
+
+# google-deepmind's Gemma 2, 3, 3n and 4. A configuration may turn gating_einsum, but not that of
+# Gemma 4's experts, so `Rules.for_model` tells its axis.
+_GEMMA = r"(.*/)?layer_\d+/"
+register(
+  "gemma",
+  {
+    "ff": _GEMMA + r"mlp2?/(gating_einsum|linear)(/w)?",
+    **{role: f"{_GEMMA}attn/{role}_einsum/w" for role in "qk"},
+    "qkv": _GEMMA + r"attn/q?kv_einsum/w",
+    "o": _GEMMA + r"attn/attn_vec_einsum/w",
+  },
+  {"decoder": _GEMMA + r"(attn|mlp2?)/.*"},
+  {
+    _GEMMA + r"attn/attn_vec_einsum/w": "iio",
+    _GEMMA + r"attn/(q|k|kv|qkv)_einsum/w": "oio ooio",
+    _GEMMA + r"mlp2?/linear(/w)?": "io oio",
+    _GEMMA + r"mlp/gating_einsum/w": "oooi",
   },
 )

@@ -177,8 +177,8 @@ class Rules:
 
     Masks keep their bits. On several TPUs each device then makes the masks of its own shard, by a
     kernel that reads the weights once; XLA cannot cut such a kernel by itself. A sharding that cuts
-    a group is passed over, and so is one without devices (`AbstractMesh`). The local runner, T5X
-    and Kauldron call this.
+    a group is passed over, and so is one without devices (`AbstractMesh`). The local runner and
+    T5X call this.
 
     Args:
       shardings: a tree like the parameters; leaves are `NamedSharding`. Others are passed over.
