@@ -24,6 +24,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from nm_sparsity_jax.core.gradients import wider
 from nm_sparsity_jax.core.trees import flatten, map_with_names
+from nm_sparsity_jax.recipes.levels import when
 from nm_sparsity_jax.training import rules_text, stored
 from nm_sparsity_jax.training.apply import check_floating
 from nm_sparsity_jax.training.rules import Rules
@@ -145,7 +146,7 @@ def sparse(tx: optax.GradientTransformation, rules: Rules) -> optax.GradientTran
     if masks:
       # Parameters may be loaded after `init`, so the first update makes the masks anew.
       first = lambda: stored.init_state(_replaced(params, w_by_path), rules)
-      masks = jax.lax.cond(state.count == 0, first, lambda: state.masks)
+      masks = when(scalar(state.count) == 0, first, lambda: state.masks)
     g_w = {}
     for path, site in sites.items():
       at, mask = stored.current(site, step, masks)
