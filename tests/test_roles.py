@@ -24,7 +24,8 @@ PROJECTS = {
     "ff": f"{FLAX}MlpBlock_3/Dense_0", "stem": "embedding", "head": "head", "": "pre_logits",
     **{role: f"{FLAX}MultiHeadDotProductAttention_0/{x}" for role, x in ATTENTION.items()}},
   "flax's WMT": {
-    "ff": "encoder/encoderblock_1/MlpBlock_0/Dense_0 decoder/encoderdecoderblock_1/MlpBlock_0/Dense_1",
+    "ff": "encoder/encoderblock_1/MlpBlock_0/Dense_0 "
+          "decoder/encoderdecoderblock_1/MlpBlock_0/Dense_1",
     **{role: f"encoder/encoderblock_1/{FLAX_ATTENTION}_0/{x} "
              f"decoder/encoderdecoderblock_1/{FLAX_ATTENTION}_0/{x} "
              f"decoder/encoderdecoderblock_1/{FLAX_ATTENTION}_1/{x}"

@@ -66,7 +66,10 @@ TWICE = nms.Rules({"qkv": LINEAR, "encoder/q": OTHER})  # the first one has them
     ("none that is left.*'encoder/q'", lambda: TWICE.assign(QUERY)),
     ("optional=", lambda: nms.Rules({"ff": LINEAR}, optional=["fff"])),
     ("'qvk'.*have q", lambda: nms.Rules({"q": LINEAR, "qvk": OTHER}).assign(QUERY)),
-    ("'wi' of 'wi|wo/kernel'".replace("|", r"\|"), lambda: nms.Rules({"wi|wo/kernel": LINEAR}).assign(WO)),
+    (
+      "'wi' of 'wi|wo/kernel'".replace("|", r"\|"),
+      lambda: nms.Rules({"wi|wo/kernel": LINEAR}).assign(WO),
+    ),
     ("multiple of", lambda: nms.Rules({"ff": CUSTOM}).assign(tree({WI: (24, 3)}))),  # each level
     ("'attention'", lambda: nms.Rules({"attention": LINEAR}).assign(QUERY)),
     ("not known for 'a'.*'b'", lambda: nms.Rules({".*": LINEAR}).assign({"a": X, "b": X})),

@@ -257,8 +257,8 @@ def test_imagenet(load, monkeypatch, tmp_path):
   small = dict(stage_sizes=[1, 1], block_cls=models.BottleneckResNetBlock, num_filters=8)
   monkeypatch.setattr(models, "small", functools.partial(models.ResNet, **small), raising=False)
   rng = np.random.default_rng(0)
-  image = rng.random((2, 4, 32, 32, 3), np.float32)
-  batch = {"image": image, "label": rng.integers(0, 1000, (2, 4))}
+  image = rng.random((8, 1, 16, 16, 3), np.float32)
+  batch = {"image": image, "label": rng.integers(0, 1000, (8, 1))}
 
   def batches(*args, **kwargs):
     while True:
@@ -356,8 +356,8 @@ def example_config(**fields):
   found = {}
   exec(compile((path.parent / "configs/default.py").read_text(), "default", "exec"), found)
   config = found["get_config"]()
-  tiny = dict(num_layers=1, num_train_steps=STEPS, num_eval_steps=1, num_predict_steps=1, vocab_size=32,
-              qkv_dim=16, emb_dim=16, mlp_dim=32, num_heads=2)  # fmt: skip
+  tiny = dict(num_train_steps=STEPS, num_eval_steps=1, num_predict_steps=1, vocab_size=32,
+              num_layers=1, qkv_dim=16, emb_dim=16, mlp_dim=32, num_heads=2)  # fmt: skip
   config.update(tiny | fields)
   return config
 
