@@ -13,7 +13,7 @@ RECIPE = nms.recipe("sr_ste", pattern="1:4", phases=nms.Phases(total=8))
 # The kernels of each project by role, under "" those that have none. Taken from the trees that the
 # projects' own classes make.
 ATTENTION = {"q": "query", "k": "key", "v": "value", "o": "out"}
-FLAX = "Transformer/encoderblock_1/"
+FLAX, FLAX_ATTENTION = "Transformer/encoderblock_1/", "MultiHeadDotProductAttention"
 PROJECTS = {
   "T5X": {
     "ff": "encoder/layers_0/mlp/wi decoder/layers_0/mlp/wi_0 decoder/decoder/mlp/wo",
@@ -24,6 +24,14 @@ PROJECTS = {
   "flax's ViT": {
     "ff": f"{FLAX}MlpBlock_3/Dense_0", "stem": "embedding", "head": "head", "": "pre_logits",
     **{role: f"{FLAX}MultiHeadDotProductAttention_0/{x}" for role, x in ATTENTION.items()}},
+  "flax's WMT": {
+    "ff": "encoder/encoderblock_1/MlpBlock_0/Dense_0 "
+          "decoder/encoderdecoderblock_1/MlpBlock_0/Dense_1",
+    **{role: f"encoder/encoderblock_1/{FLAX_ATTENTION}_0/{x} "
+             f"decoder/encoderdecoderblock_1/{FLAX_ATTENTION}_0/{x} "
+             f"decoder/encoderdecoderblock_1/{FLAX_ATTENTION}_1/{x}"
+       for role, x in ATTENTION.items()},
+    "": "decoder/logitdense"},
   "big_vision's ResNet": {
     "stem": "root_block/conv_root", "conv": "block1/unit1/conv2",
     "shortcut": "block1/unit01/conv_proj", "head": "head"},
@@ -89,6 +97,27 @@ def test_a_role_names_its_kernels_and_what_no_role_names_stays_dense(project):
     assert {path: bool(find(path)) for path in kernels} == {
       path: role in those for path, role in kernels.items()
     }
+
+
+@pytest.mark.parametrize(
+  "attention, kind",
+  [
+    ("decoder/layers_0/self_attention", "self"),
+    ("encoder/layers_0/attention", "self"),
+    ("decoder/layers_0/encoder_decoder_attention", "cross"),
+    ("decoder/layers_0/cross_attention_2", "cross"),
+    (f"{FLAX}{FLAX_ATTENTION}_0", "self"),
+    (f"decoder/encoderdecoderblock_11/{FLAX_ATTENTION}_0", "self"),
+    (f"decoder/encoderdecoderblock_11/{FLAX_ATTENTION}_1", "cross"),
+    # The second of a block, in a program that we do not know.
+    (f"decoder/block_0/{FLAX_ATTENTION}_1", None),
+    ("decoder/block_0/MultiHeadSelfAttention_1", "self"),
+    ("decoder/block_0/CrossAttention_0", "cross"),
+  ],
+)
+def test_self_and_cross_name_what_is_surely_one_of_them(attention, kind):
+  find = lambda place: nms.Rules({place: RECIPE}).find(f"{attention}/query/kernel")
+  assert [word for word in ("self", "cross") if find(f"{word}/q")] == ([kind] if kind else [])
 
 
 def test_a_family_from_outside_adds_to_the_vocabulary(monkeypatch):

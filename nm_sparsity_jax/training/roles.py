@@ -140,6 +140,15 @@ _T5_ATTENTION = r"(.*/)?(\w*attention(_\d+)?)/"
 _FLAX_ATTENTION = r"(.*/)?(\w*Attention(_\d+)?)/"
 
 
+# An attention that is told from others of its block by a number alone: the second one of a block
+# is neither `self` nor `cross`, but for flax's WMT example, whose block fixes the order.
+_CROSS = (
+  r"(.*/)?(encoder_decoder_attention|\w*[cC]ross_?[aA]tt(n|ention)\w*"
+  r"|encoderdecoderblock_\d+/MultiHeadDotProductAttention_1)/"
+)
+_SECOND = r"(.*/)?((?![sS]elf)\w)*[aA]ttention_[1-9]\d*/"
+
+
 def _attention_roles(prefix: str) -> dict[str, str]:
   names = {"q": "query", "k": "key", "v": "value", "o": "out"}
   return {role: f"{prefix}{name}/kernel" for role, name in names.items()}
@@ -157,8 +166,8 @@ register(
   {
     "encoder": r"(.*/)?encoder/.*",
     "decoder": r"(.*/)?decoder/.*",
-    "self": r"(?!.*encoder_decoder_attention/).*[aA]ttention.*",
-    "cross": r"(.*/)?encoder_decoder_attention/.*",
+    "self": rf"(?!{_CROSS})(?!{_SECOND}).*[aA]ttention.*",
+    "cross": rf"{_CROSS}.*",
   },
 )
 
@@ -175,6 +184,12 @@ register(
     **_attention_roles(_FLAX_ATTENTION),
   },
   {"encoder": r"(.*/)?encoderblock(_\d+)?/.*"},
+  # Of flax's own class, under the name that flax gives it. Other classes may have dense kernels,
+  # which a scan stacks to the same rank.
+  {
+    r"(.*/)?MultiHeadDotProductAttention_\d+/(query|key|value)/kernel": "ioo",
+    r"(.*/)?MultiHeadDotProductAttention_\d+/out/kernel": "iio",
+  },
 )
 
 # big_vision: what its ViT has beside flax's, also scanned, and its ResNets (bit, bit_paper).

@@ -16,6 +16,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 from jax.sharding import NamedSharding
 
 from nm_sparsity_jax.core import masks, trace
@@ -84,7 +85,7 @@ class Rules:
     axes = {regex: _one_or_several(axis) for regex, axis in (self.axes or {}).items()}
     object.__setattr__(self, "places", dict(self.places))
     object.__setattr__(self, "axes", axes)
-    object.__setattr__(self, "optional", tuple(self.optional))
+    object.__setattr__(self, "optional", tuple(sorted(self.optional)))
     if unknown := {*self.optional} - {*self.places, *axes}:
       raise ValueError(f"optional={sorted(unknown)} are no places and no axes of these rules.")
     _ = self._matchers, self._axes  # what is no regular expression raises here
@@ -329,6 +330,12 @@ class Rules:
     """Refuses places and axes that name no parameter: a wrong word would change nothing."""
     found = {*map(self.match, shapes), *self.optional}
     idle = [repr(place) for place in self.places if place not in found]
+    for place, regex in self._matchers:
+      # 'wi|wo/kernel' means 'wi' or 'wo/kernel'.
+      parts = _alternatives(place) if regex.pattern == place else []
+      if place in found and place not in self.optional and len(parts) > 1:
+        matched = lambda part: any(map(roles.compiled(part, "a place").fullmatch, shapes))
+        idle += [f"{part!r} of {place!r}" for part in parts if not matched(part)]
     for regex, axis in self._axes:
       if regex.pattern not in found and not any(map(regex.fullmatch, shapes)):
         idle.append(f"axes={{{regex.pattern!r}: {axis}}}")
@@ -363,6 +370,18 @@ def _default_axis(path: str, shapes: Mapping[str, tuple[int, ...]]) -> masks.Axi
   return -2 if 3 <= len(shape) <= 5 and is_conv else None
 
 
+def _alternatives(regex: str) -> list[str]:
+  """Returns what a regex joins by '|', outside of brackets."""
+  parts, depth = [""], 0
+  for token in re.findall(r"\\.|\[\^?\]?(?:\\.|[^]\\])*\]|.", regex):
+    depth += (token == "(") - (token == ")")
+    if token == "|" and not depth:
+      parts.append("")
+    else:
+      parts[-1] += token
+  return parts
+
+
 def _recipe_text(recipe: Recipe) -> str:
   """Returns 'name n:m, field=value, ...' without defaults; `rules_text` has its inverse."""
   words = [recipe.name if recipe.pattern is None else f"{recipe.name} {recipe.pattern}"]
@@ -379,6 +398,6 @@ def _shapes(params: Any) -> _Shapes:
 
 
 def _one_or_several(axis: masks.Axis) -> masks.Axis:
-  """Returns (0,) as 0, and numpy's ints as Python's, so that equal rules are equal."""
-  axes = tuple(map(int, axis)) if isinstance(axis, Sequence) else (int(axis),)
+  """Returns (0,) as 0, and numpy's ints and arrays as Python's, so that equal rules are equal."""
+  axes = tuple(int(a) for a in np.atleast_1d(np.asarray(axis)))
   return axes[0] if len(axes) == 1 else axes
