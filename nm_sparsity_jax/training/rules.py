@@ -342,11 +342,11 @@ class Rules:
     if idle:
       have = ", ".join(dict.fromkeys(filter(None, map(roles.role_of, shapes)))) or "no roles"
       raise ValueError(
-        f"rules that match no parameter, or none that is left: {', '.join(idle)}. The {len(shapes)} parameters begin "
-        f"{', '.join([*shapes][:4])} and have {have}. A place (gin: in SPARSITY_RULES) is a role "
-        f"({', '.join(roles.regexes())}; narrowed as in encoder/ff, decoder/cross/qkv) or a regex "
-        "for the whole path, such as '.*/kernel'; nms.roles.register adds roles, and optional= "
-        "lists places that may match nothing."
+        f"rules that match no parameter, or none that is left: {', '.join(idle)}. The "
+        f"{len(shapes)} parameters begin {', '.join([*shapes][:4])} and have {have}. A place (gin: "
+        f"in SPARSITY_RULES) is a role ({', '.join(roles.regexes())}; narrowed as in encoder/ff, "
+        "decoder/cross/qkv) or a regex for the whole path, such as '.*/kernel'; nms.roles.register "
+        "adds roles, and optional= lists places that may match nothing."
       )
 
 
@@ -354,8 +354,8 @@ def _default_axis(path: str, shapes: Mapping[str, tuple[int, ...]]) -> masks.Axi
   """Returns the axis that a stored kernel is contracted along, None where that is in doubt.
 
   A family of `roles` may be sure of it. A `kernel` of rank 2 is contracted along its first axis.
-  That of a convolution is (..., in, out), and is contracted along the last but one. A bias beside it has the length of the outputs: if that
-  is not the last axis, the layout is in doubt.
+  That of a convolution is (..., in, out), and is contracted along the last but one. A bias beside
+  it has the length of the outputs: if that is not the last axis, the layout is in doubt.
   """
   folder, _, name = path.rpartition("/")
   shape, bias = shapes[path], shapes.get(f"{folder}/bias" if folder else "bias")
