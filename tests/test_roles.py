@@ -76,6 +76,19 @@ PROJECTS = {
     "": "layer_0/laurel/linear_left/w layer_0/mlp/router_logits/w"},
 }  # fmt: skip
 LEAVES = "/w", "_einsum", "/linear"  # not kernel, as elsewhere
+  "Equinox": {
+    **{role: f"attention/{x}_proj/weight" for role, x in (ATTENTION | {"o": "output"}).items()},
+    "ff": "blocks/1/mlp/layers/0/weight", "": "norm/weight embedding/weight layers/0/weight"},
+  "haliax": {"ff": "block/mlp/layers/0/weight/0", "": "out/weight/0"},
+  "haiku": {
+    **{role: f"language_model/transformer/multi_head_attention_1/{x}/w"
+       for role, x in (ATTENTION | {"o": "linear"}).items()},
+    "ff": "language_model/transformer/linear_3/w net/~/mlp/~/linear_0/w",
+    "conv": "res_net18/~/block_group_0/~/block_1/~/conv_0/w", "stem": "res_net18/~/initial_conv/w",
+    "shortcut": "res_net18/~/block_group_1/~/block_0/~/shortcut_conv/w",
+    "head": "language_model/linear/w res_net18/~/logits/w", "": "linear/w lstm/linear/w"},
+}  # fmt: skip
+LEAVES = "/weight", "/weight/0", "/w"  # not kernel, as elsewhere
 
 
 def kernels_of(project):

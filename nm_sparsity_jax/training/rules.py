@@ -355,12 +355,15 @@ def _default_axis(path: str, shapes: Mapping[str, tuple[int, ...]]) -> masks.Axi
 
   A family of `roles` may be sure of it. A `kernel` of rank 2 is contracted along its first axis.
   That of a convolution is (..., in, out), and is contracted along the last but one. A bias beside
-  it has the length of the outputs: if that is not the last axis, the layout is in doubt.
+  it has the length of the outputs: if that is not the last axis, the layout is in doubt. It alone
+  tells what a `weight` or a `w` is.
   """
-  folder, _, name = path.rpartition("/")
-  shape, bias = shapes[path], shapes.get(f"{folder}/bias" if folder else "bias")
+  folder, mark, name = path.rpartition("/")
+  shape, bias = shapes[path], shapes.get(f"{folder}{mark}{'b' if name == 'w' else 'bias'}")
   if axes := roles.axis_of(path, shapes):
     return _one_or_several(axes)
+  if name in ("weight", "w") and len(shape) == 2 and shape[0] != shape[1]:
+    return {shape[:1]: 1, shape[1:]: 0}.get(bias)
   if name != "kernel" or bias not in (None, shape[-1:]):
     return None
   if len(shape) == 2:
