@@ -360,9 +360,11 @@ def _checked_step(state: SparseState, rules: Rules, sites: Mapping[str, Site]) -
   # Names of kernels are static, so this raises under jit, too.
   others = dict(flatten(state.dense)).keys() != sites.keys()
   if others or (not isinstance(same, jax.core.Tracer) and not bool(same)):
+    is_known = not isinstance(state.rules, jax.core.Tracer)
+    theirs = repr(rules_text.unpack(state.rules)) if is_known else "others"
     raise ValueError(
-      "the optimizer state was made by nms.sparse with other rules than these: go on with the "
-      "rules of its checkpoint, or start a new run by tx.init(params)."
+      f"nms.sparse has the rules {rules.text!r}, but the optimizer state was made by {theirs}: go "
+      "on with those, or start a new run by tx.init(params)."
     )
   return jnp.where(same, state.count, jnp.int32(-1))
 
