@@ -27,19 +27,16 @@ import nm_sparsity_jax as nms
 CASES = ("dense", "2:4", "1:4", "1:8", "2:4 outputs")
 
 
-class FeedForward(torch.nn.Module):
-  """The network of our kernels (in, out) in torch, whose weights are (out, in)."""
+def network(params):
+  """Returns the network in torch, whose weights are (out, in)."""
 
-  def __init__(self, params):
-    super().__init__()
-    for name, tree in params.items():
-      kernel = np.array(tree["kernel"].T)
-      layer = torch.nn.Linear(*kernel.shape[::-1], bias=False)
-      layer.weight = torch.nn.Parameter(torch.from_numpy(kernel))
-      self.add_module(name, layer)
+  def linear(kernel):
+    layer = torch.nn.Linear(*kernel.shape, bias=False)
+    layer.weight = torch.nn.Parameter(torch.from_numpy(np.array(kernel.T)))
+    return layer
 
-  def forward(self, x):
-    return self.down(torch.relu(self.up(x)))
+  up, down = (linear(params[name]["kernel"]) for name in ("up", "down"))
+  return torch.nn.Sequential(up, torch.nn.ReLU(), down).eval()
 
 
 def rules_of(pattern, axis=0):
@@ -61,7 +58,7 @@ def without_zeros(program, params, pattern):
 
 def convert(module, x):
   """Returns the Core AI program of a module of torch."""
-  exported = torch.export.export(module.eval(), (torch.from_numpy(x),))
+  exported = torch.export.export(module, (torch.from_numpy(x),))
   converter = TorchConverter()
   converter.add_exported_program(exported.run_decompositions(get_decomp_table()))
   return converter.to_coreai()
@@ -89,7 +86,7 @@ def main():
     params = start
     if pattern != "dense":  # the zeros that training by nms.sparse leaves, without the training
       params = nms.finalize(start, rules_of(pattern, axis=1 if outputs else 0), 1)
-    program = convert(FeedForward(params), x)
+    program = convert(network(params), x)
     try:
       if pattern != "dense":
         program = without_zeros(program, params, pattern)
