@@ -74,8 +74,6 @@ PROJECTS = {
     "o": "layer_11/attn/attn_vec_einsum/w",
     "ff": "layer_0/mlp/gating_einsum layer_0/mlp2/linear layer_0/mlp/linear/w",
     "": "layer_0/laurel/linear_left/w layer_0/mlp/router_logits/w"},
-}  # fmt: skip
-LEAVES = "/w", "_einsum", "/linear"  # not kernel, as elsewhere
   "Equinox": {
     **{role: f"attention/{x}_proj/weight" for role, x in (ATTENTION | {"o": "output"}).items()},
     "ff": "blocks/1/mlp/layers/0/weight", "": "norm/weight embedding/weight layers/0/weight"},
@@ -88,7 +86,7 @@ LEAVES = "/w", "_einsum", "/linear"  # not kernel, as elsewhere
     "shortcut": "res_net18/~/block_group_1/~/block_0/~/shortcut_conv/w",
     "head": "language_model/linear/w res_net18/~/logits/w", "": "linear/w lstm/linear/w"},
 }  # fmt: skip
-LEAVES = "/weight", "/weight/0", "/w"  # not kernel, as elsewhere
+LEAVES = "/weight", "/weight/0", "/w", "_einsum", "layer_0/mlp2/linear"  # not kernel, as elsewhere
 
 
 def kernels_of(project):
