@@ -281,11 +281,13 @@ def test_the_example_of_images_is_read(tmp_path):
   assert made.num_train_steps == rules.places["ff"].phases.total == 90_000
 
 
-def test_other_rules_end_the_run_at_the_first_metric(whole, tmp_path):
+def test_other_rules_end_the_run_at_the_first_metric_and_before_a_checkpoint(whole, tmp_path):
   shutil.copytree(whole, tmp_path / "run")
-  changes = sparse("one_shot") | {"checkpointer": kd.ckpts.Checkpointer(save_interval_steps=4)}
+  changes = sparse("idp", optax.sgd(0.5, momentum=0.9)) | {"num_train_steps": 16}
+  changes["checkpointer"] = kd.ckpts.Checkpointer(save_interval_steps=4, max_to_keep=None)
   with pytest.raises(ValueError, match="other rules"):
     trainer_of(tmp_path / "run", **changes).train()
+  assert checkpoint.read(str(tmp_path / "run")).step == 12
 
 
 @pytest.mark.slow
