@@ -34,7 +34,8 @@ _Shapes = tuple[tuple[str, tuple[int, ...]], ...]  # (path, shape) of each param
 # (..., in, out). Names that a user chose tell nothing: it may be a transposed convolution.
 _CONV = re.compile(r"(.*/)?Conv_\d+/kernel")
 _CONV_ROLES = ("stem", "conv", "shortcut")
-_EINSUM = re.compile(r"(.*/)?Einsum_\d+/kernel")  # its kernel may be (out, in)
+# flax's and Keras' own names; such a kernel may be (out, in).
+_EINSUM = re.compile(r"(.*/)?(Einsum_\d+|einsum_dense(_\d+)?)/kernel")
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -177,8 +178,8 @@ class Rules:
 
     Masks keep their bits. On several TPUs each device then makes the masks of its own shard, by a
     kernel that reads the weights once; XLA cannot cut such a kernel by itself. A sharding that cuts
-    a group is passed over, and so is one without devices (`AbstractMesh`). The local runner, T5X
-    and Kauldron call this.
+    a group is passed over, and so is one without devices (`AbstractMesh`). The local runner and
+    T5X call this.
 
     Args:
       shardings: a tree like the parameters; leaves are `NamedSharding`. Others are passed over.
@@ -217,7 +218,7 @@ class Rules:
         # Checkpoints hold the text of rules, so no axis is added where the default is right.
         default = _default_axis(path, shapes)
         # `check_axis` makes both sides ascending, non-negative ints.
-        if default is None or masks.check_axis(shape, default) != known:
+        if default is None or masks.check_axis(shape, default, gaps=True) != known:
           found[re.escape(path)] = _one_or_several(known)
       # With gaps, since groups may lie along axes that are not adjacent.
       elif known is not None and masks.check_axis(shape, by_hand, gaps=True) != known:
@@ -341,11 +342,11 @@ class Rules:
     if idle:
       have = ", ".join(dict.fromkeys(filter(None, map(roles.role_of, shapes)))) or "no roles"
       raise ValueError(
-        f"rules that match no parameter, or none that is left: {', '.join(idle)}. The {len(shapes)} parameters begin "
-        f"{', '.join([*shapes][:4])} and have {have}. A place (gin: in SPARSITY_RULES) is a role "
-        f"({', '.join(roles.regexes())}; narrowed as in encoder/ff, decoder/cross/qkv) or a regex "
-        "for the whole path, such as '.*/kernel'; nms.roles.register adds roles, and optional= "
-        "lists places that may match nothing."
+        f"rules that match no parameter, or none that is left: {', '.join(idle)}. The "
+        f"{len(shapes)} parameters begin {', '.join([*shapes][:4])} and have {have}. A place (gin: "
+        f"in SPARSITY_RULES) is a role ({', '.join(roles.regexes())}; narrowed as in encoder/ff, "
+        "decoder/cross/qkv) or a regex for the whole path, such as '.*/kernel'; nms.roles.register "
+        "adds roles, and optional= lists places that may match nothing."
       )
 
 
@@ -353,13 +354,16 @@ def _default_axis(path: str, shapes: Mapping[str, tuple[int, ...]]) -> masks.Axi
   """Returns the axis that a stored kernel is contracted along, None where that is in doubt.
 
   A family of `roles` may be sure of it. A `kernel` of rank 2 is contracted along its first axis.
-  That of a convolution is (..., in, out), and is contracted along the last but one. A bias beside it has the length of the outputs: if that
-  is not the last axis, the layout is in doubt.
+  That of a convolution is (..., in, out), and is contracted along the last but one. A bias beside
+  it has the length of the outputs: if that is not the last axis, the layout is in doubt. It alone
+  tells what a `weight` or a `w` is.
   """
-  folder, _, name = path.rpartition("/")
-  shape, bias = shapes[path], shapes.get(f"{folder}/bias" if folder else "bias")
-  if axes := roles.axis_of(path, len(shape)):
+  folder, mark, name = path.rpartition("/")
+  shape, bias = shapes[path], shapes.get(f"{folder}{mark}{'b' if name == 'w' else 'bias'}")
+  if axes := roles.axis_of(path, shapes):
     return _one_or_several(axes)
+  if name in ("weight", "w") and len(shape) == 2 and shape[0] != shape[1]:
+    return {shape[:1]: 1, shape[1:]: 0}.get(bias)
   if name != "kernel" or bias not in (None, shape[-1:]):
     return None
   if len(shape) == 2:
