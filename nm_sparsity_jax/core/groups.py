@@ -107,7 +107,8 @@ class Groups:
         at = args[0] if traced else scalar
         return self.apply(function, *args[len(traced) :], scalar=at)
 
-      return jax.sharding.auto_axes(call, out_sharding=sharding)(*traced, *arrays)
+      inside: Any = jax.sharding.auto_axes(call, out_sharding=sharding)
+      return inside(*traced, *arrays)
     if scalar is not None:
       function = functools.partial(function, scalar)
     is_adjacent = self.axes[-1] - self.axes[0] == len(self.axes) - 1
