@@ -232,3 +232,38 @@ register(
     "head": r"fc/kernel",
   },
 )
+
+# --- decoders and NNX ---------------------------------------------------------------------------
+
+# Tunix's Llama 3, Qwen 2 and 3, Gemma 1 to 4, and what else has their names, as Hugging Face's Llama
+# in NNX. Layers of Tunix are a list, so its names are sure of the axis.
+_TUNIX = r"(.*/)?layers/\d+/"
+register(
+  "tunix",
+  {
+    "ff": r"(.*/)?mlp/(gate|up|down)_proj(/kernel)?|(.*/)?moe/(gating_einsum|linear)",
+    **{role: rf"(.*/)?(self_)?attn/{role}(_proj|_einsum)/(w|kernel)" for role in "qkv"},
+    "o": r"(.*/)?(self_)?attn/(o_proj|attn_vec_einsum)/(w|kernel)",
+    "qkv": r"(.*/)?attn/q?kv_einsum/w",
+  },
+  layouts={
+    _TUNIX + r"mlp/(gate|up|down)_proj": "oio",  # experts
+    _TUNIX + r"moe/linear": "oio",
+    _TUNIX + r"moe/gating_einsum": "oooi",
+    _TUNIX + r"attn/[qkv]_proj/w": "ioo",
+    _TUNIX + r"attn/(q|k|kv|qkv)_einsum/w": "oio ooio",
+    _TUNIX + r"attn/(o_proj|attn_vec_einsum)/w": "iio",
+  },
+)
+
+# nnx.MultiHeadAttention under any name of the usual kind. Stacked kernels of two axes have as many
+# axes as it has, so it is sure of the axis only where a list, and no stack, holds its layer.
+_NNX_ATTENTION = r"(.*/)?\w*(attn|attention|mha)/"
+register(
+  "nnx",
+  _attention_roles(_NNX_ATTENTION),
+  layouts={
+    r"(.*/)?\d+/\w*(attn|attention|mha)/(query|key|value)/kernel": "ioo",
+    r"(.*/)?\d+/\w*(attn|attention|mha)/out/kernel": "iio",
+  },
+)
