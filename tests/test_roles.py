@@ -45,20 +45,32 @@ PROJECTS = {
        for role, x in ATTENTION.items()},
     "stem": "encoder/patch_embeddings", "head": "classifier",
     "ff": "encoder/layers/mlp/layers/0 encoder/layers/gate encoder/map_head/mlp/layers/2"},
+  "Tunix": {
+    "q": "layers/0/attn/q_proj/w layers/1/attn/q_einsum/w", "k": "layers/0/attn/k_proj/w",
+    "v": "layers/0/attn/v_proj/w", "o": "layers/0/attn/o_proj/w layers/0/attn/attn_vec_einsum/w",
+    "qkv": "layers/0/attn/kv_einsum/w layers/0/attn/qkv_einsum/w",
+    "ff": "layers/0/mlp/up_proj layers/1/mlp/gate_proj layers/0/moe/gating_einsum",
+    "": "lm_head/w layers/0/attn/q_norm/w layers/0/mlp/router layers/0/mlp/up_proj/kernel_lora_a"},
+  "NNX": {role: f"attn/{x} layers/0/self_attention/{x} blocks/1/cross_attn/{x} mha/{x}"
+          for role, x in ATTENTION.items()},
 }  # fmt: skip
+
+
+LEAVES = "/w", "_einsum", "/linear"  # not kernel, as elsewhere
 
 
 def kernels_of(project):
   """path -> its role."""
   table = PROJECTS[project]
-  return {f"{path}/kernel": role for role, paths in table.items() for path in paths.split()}
+  name = lambda path: path if path.endswith(LEAVES) else f"{path}/kernel"
+  return {name(path): role for role, paths in table.items() for path in paths.split()}
 
 
 @pytest.mark.parametrize("project", PROJECTS)
 def test_a_role_names_its_kernels_and_what_no_role_names_stays_dense(project):
   kernels = kernels_of(project)
   assert {path: roles.role_of(path) or "" for path in kernels} == kernels
-  assert not roles.role_of(next(iter(kernels)).replace("kernel", "bias"))
+  assert not roles.role_of(next(iter(kernels)).rpartition("/")[0] + "/bias")
   words = {word: (word,) for word in PROJECTS[project] if word}
   words |= {"qk": ("q", "k"), "qkv": ("q", "k", "v", "qkv")}
   for word, those in words.items():

@@ -42,7 +42,7 @@ def register(
   Args:
     family: its name, such as 't5'.
     roles: role -> regex of the whole '/'-joined paths of kernels that have it. They must not be
-      words for something else. A kernel that holds q, k and v side by side has the role 'qkv'.
+      words for something else. A kernel that holds several of q, k and v has the role 'qkv'.
     narrow: word -> regex of the paths that it narrows a role to, as 'decoder' in 'decoder/ff'.
     layouts: regex of whole paths -> a letter an axis, 'i' for one that the product sums over, as
       'iio' of a kernel (heads, head_dim, embed); several, for several ranks, with blanks between.
@@ -235,8 +235,8 @@ register(
 
 # --- decoders and NNX ---------------------------------------------------------------------------
 
-# Tunix's Llama 3, Qwen 2 and 3, Gemma 1 to 4, and what else has their names, as Hugging Face's Llama
-# in NNX. Layers of Tunix are a list, so its names are sure of the axis.
+# Tunix's Llama 3, Qwen 2 and 3 and Gemma 1 to 4, and what else in NNX has the names of Llama. The
+# layers of Tunix are a list and no stack, so a rank is sure of the axis.
 _TUNIX = r"(.*/)?layers/\d+/"
 register(
   "tunix",

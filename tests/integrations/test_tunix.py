@@ -203,13 +203,12 @@ def by_hand(rules, steps, accumulate=1):
   return np.mean(np.reshape(losses, (-1, accumulate)), axis=1)
 
 
-@pytest.mark.parametrize("accumulate", [None, 2])
-@pytest.mark.parametrize("name", ["sr_ste", "mdgf_exponential", "sdgf_stepwise", "idp"])
+@pytest.mark.parametrize(("name", "accumulate"), [
+  ("sr_ste", None), ("mdgf_exponential", 2), ("sdgf_stepwise", None), ("idp", 2),
+])  # fmt: skip
 def test_one_line_trains_n_of_m_as_a_loop_by_hand(name, accumulate):
   rules = rules_of(name)
-  trainer = trainer_of(
-    nms.sparse(optax.adamw(1e-2), rules), gradient_accumulation_steps=accumulate
-  )
+  trainer = trainer_of(nms.sparse(optax.adamw(1e-2), rules), gradient_accumulation_steps=accumulate)
   held_out = batches(1, seed=1)
   trainer.train(batches(STEPS * (accumulate or 1)), held_out)
   assert are_n_of_m(params_of(trainer))
@@ -241,6 +240,98 @@ def test_bfloat16_parameters_have_float32_weights_behind_them_and_exact_zeros(tm
   whole.train(batches(STEPS))
   jax.tree.map(np.testing.assert_array_equal, params, params_of(whole))
 
+  # Other rules than those of the checkpoint: Tunix compiles its step, where nothing can raise.
+  other = nms.sparse(optax.adamw(1e-2), rules_of("mdgf_exponential", lam=0.5))
+  trainer = trainer_of(other, qwen(jnp.bfloat16), tmp_path, STEPS + 1)
+  trainer.train(batches(STEPS + 1))
+  assert np.all(np.isnan(params_of(trainer)["layers"][0]["mlp"]["up_proj"]["kernel"]))
+
+
+def test_a_mesh_shards_the_dense_weights_as_their_parameters(tmp_path):
+  rules = rules_of("idp")
+
+  def run(folder, steps):
+    mesh = jax.make_mesh((2, 2), ("fsdp", "tp"), devices=jax.devices()[:4])
+    with mesh:
+      model = qwen()
+      state = nnx.state(model)
+      nnx.update(model, jax.device_put(state, nnx.get_named_sharding(state, mesh)))
+      trainer = trainer_of(nms.sparse(optax.adamw(1e-2), rules), model, folder, steps)
+      trainer.train(batches(steps))
+    return trainer
+
+  run(tmp_path / "resumed", 6)
+  ends = [run(tmp_path / folder, STEPS) for folder in ("resumed", "whole")]
+  assert are_n_of_m(params_of(ends[0]))
+  jax.tree.map(np.testing.assert_array_equal, *map(params_of, ends))
+  for trainer in ends:
+    params, opt = params_of(trainer), nnx.as_pure(trainer.optimizer.opt_state)
+    (state,) = nms.optim.states(opt, nms.optim.SparseState)
+    shards, dense = dict(flatten(params)), dict(flatten(state.dense))
+    assert len(dense) == 14
+    for path, w in dense.items():
+      assert w.sharding.is_equivalent_to(shards[path].sharding, w.ndim)
+      assert w.addressable_shards[0].data.size < w.size
+
+
+def test_a_given_mask_is_held_and_lora_that_tunix_trains_alone_is_refused():
+  given = nms.finalize(params_of(trainer_of(optax.identity())), rules_of("sr_ste"), early=True)
+  zeros = lambda params: {p: np.asarray(x) == 0 for p, x in flatten(params) if "lora" not in p}
+
+  def pruned():
+    model = qwen()
+    nnx.update(model, given)
+    return model
+
+  held = nms.sparse(optax.adamw(1e-2), rules_of("hold"))
+  trainer = trainer_of(held, pruned())
+  trainer.train(batches(STEPS))
+  jax.tree.map(np.testing.assert_array_equal, zeros(params_of(trainer)), zeros(given))
+  assert are_n_of_m(params_of(trainer))
+
+  # Beside LoRA, Tunix leaves the base as it is: a usual optimizer keeps its zeros.
+  provider = qwix.LoraProvider(module_path=".*_proj", rank=2, alpha=2.0)
+  adapted = lambda: qwix.apply_lora_to_model(pruned(), provider, **pruned().get_model_input())
+  trainer = trainer_of(optax.adamw(1e-2), adapted())
+  trainer.train(batches(STEPS))
+  jax.tree.map(np.testing.assert_array_equal, zeros(params_of(trainer)), zeros(given))
+  lora = [np.asarray(x) for p, x in flatten(params_of(trainer)) if p.endswith("lora_b")]
+  assert len(lora) == 14 and all(map(np.any, lora))
+  with pytest.raises(ValueError, match="LoRA") as error:
+    trainer_of(held, adapted())
+  assert "no base weights" in str(error.value)
+
+
+def test_an_accumulation_inside_is_refused_and_a_wrong_place_names_what_there_is():
+  inside = nms.sparse(optax.MultiSteps(optax.sgd(0.1), 2), rules_of("sr_ste"))
+  with pytest.raises(ValueError, match="MultiSteps"):
+    trainer_of(inside)
+  recipe = nms.recipe("sr_ste", pattern="1:4", phases=PHASES)
+  with pytest.raises(ValueError, match="embedder/input_embedding"):
+    trainer_of(nms.sparse(optax.sgd(0.1), nms.Rules({".*/attention/.*": recipe})))
+
+
+def test_the_example_learns_and_its_hook_logs_the_schedule(capsys, monkeypatch, tmp_path):
+  code = (ROOT / "examples/tunix_sft.py").read_text("utf-8")
+  short = code.replace("STEPS, SYMBOLS, LENGTH = 200,", "STEPS, SYMBOLS, LENGTH = 80,")
+  short = short.replace("dense=40, finetune=80", "dense=10, finetune=30")
+  logged, log = [], peft_trainer.MetricsLogger.log
+
+  def noted(self, prefix, name, value, mode, step):
+    logged.append((name, step, float(value)))
+    log(self, prefix, name, value, mode, step)
+
+  monkeypatch.setattr(peft_trainer.MetricsLogger, "log", noted)
+  monkeypatch.setattr(sys, "argv", ["tunix_sft.py", str(tmp_path)])
+  exec(compile(short, "tunix_sft", "exec"), {"__name__": "__main__"})
+  said = capsys.readouterr().out
+  assert said.rstrip().endswith("\nok") and "update 80" in said
+  logged = {(name, step): value for name, step, value in logged}
+  assert logged["nm/D", 80] == 0 and logged["nm/D", 41] > 0 and logged["nm/density", 80] == 0.25
+  assert (logged["nm/n/ff", 80], logged["nm/m/ff", 80]) == (1, 4)
+  assert logged["nm/flip_rate/all", 80] > 0
+  assert sorted(path.name for path in tmp_path.iterdir()) == ["dense", "sparse"]
+
 
 # --- kill -9 and resume ---------------------------------------------------------------------------
 
@@ -255,19 +346,16 @@ class Told(hooks.TrainingHooks):
     print("step", train_step, flush=True)
 
 
-def main(name, folder):
+def main(folder):
   with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-    optimizer = optax.adamw(1e-2)
-    if name != "dense":
-      optimizer = nms.sparse(optimizer, rules_of(name))
+    optimizer = nms.sparse(optax.adamw(1e-2), rules_of("idp"))
     trainer = trainer_of(optimizer, folder=folder, hook=Told(), gradient_accumulation_steps=2)
     trainer.train(batches(2 * STEPS), batches(1, seed=1))
 
 
-@pytest.mark.parametrize("name", ["dense", "idp"])
-def test_killed_and_resumed_ends_with_the_bits_of_a_run_that_was_not(name, tmp_path):
+def test_killed_and_resumed_ends_with_the_bits_of_a_run_that_was_not(tmp_path):
   def run(folder, kill_at=None):
-    command = [sys.executable, __file__, name, str(tmp_path / folder)]
+    command = [sys.executable, __file__, str(tmp_path / folder)]
     env = os.environ | {"PYTHONPATH": str(ROOT)}
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=env) as process:
       told = []
@@ -284,23 +372,24 @@ def test_killed_and_resumed_ends_with_the_bits_of_a_run_that_was_not(name, tmp_p
   assert code == 0 and 1 < told[0] and told[-1] == STEPS
   ends = [checkpoint(tmp_path / folder) for folder in ("whole", "killed")]
   jax.tree.map(np.testing.assert_array_equal, *ends)
-  params, opt = ends[0]["model_params"], ends[0]["optimizer_state"]
-  if name == "idp":
-    assert are_n_of_m(params)
-    # Orbax wrote our state: W, the count, the masks, and the text of the rules.
-    state = opt["opt_state"]["inner_opt_state"]
-    assert rules_text.unpack(np.asarray(state["rules"])) == rules_of(name).text
-    assert int(state["count"]) == STEPS and most_in_a_group(
-      dict(flatten(state["dense"]))["layers/0/mlp/up_proj/kernel"], (0,), 4) == 4  # fmt: skip
-  else:
-    assert not are_n_of_m(params)
+  assert are_n_of_m(ends[0]["model_params"])
+  # Orbax wrote our state: W, the count, the masks, and the text of the rules.
+  state = ends[0]["optimizer_state"]["opt_state"]["inner_opt_state"]
+  assert rules_text.unpack(np.asarray(state["rules"])) == rules_of("idp").text
+  assert int(state["count"]) == STEPS and len(jax.tree.leaves(state["masks"]["mask"])) == 14
+  dense = dict(flatten(state["dense"]))
+  assert most_in_a_group(dense["layers/0/mlp/up_proj/kernel"], (0,), 4) == 4
 
 
 def checkpoint(folder):
-  with ocp.CheckpointManager(folder, item_handlers={
-    "model_params": ocp.PyTreeCheckpointHandler(), "optimizer_state": ocp.PyTreeCheckpointHandler(),
-  }) as manager:  # fmt: skip
-    return manager.restore(STEPS)
+  """What Orbax wrote last, without the boxes of NNX."""
+  kinds = ("model_params", "optimizer_state")
+  handlers = {kind: ocp.PyTreeCheckpointHandler() for kind in kinds}
+  with ocp.CheckpointManager(folder, item_handlers=handlers) as manager:
+    items = manager.restore(STEPS)
+  is_box = lambda x: isinstance(x, dict) and x.keys() == {"value"}
+  unboxed = lambda tree: jax.tree.map(lambda x: x["value"], tree, is_leaf=is_box)
+  return {kind: unboxed(items[kind]) for kind in kinds}
 
 
 if __name__ == "__main__":
