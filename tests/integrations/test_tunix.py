@@ -241,17 +241,17 @@ def test_bfloat16_parameters_have_float32_weights_behind_them_and_exact_zeros(tm
   jax.tree.map(np.testing.assert_array_equal, params, params_of(whole))
 
   # Other rules than those of the checkpoint: Tunix compiles its step, where nothing can raise.
-  other = nms.sparse(optax.adamw(1e-2), rules_of("mdgf_exponential", lam=0.5))
+  other = nms.sparse(optax.adamw(1e-2), rules_of("sr_ste"))
   trainer = trainer_of(other, qwen(jnp.bfloat16), tmp_path, STEPS + 1)
   trainer.train(batches(STEPS + 1))
-  assert np.all(np.isnan(params_of(trainer)["layers"][0]["mlp"]["up_proj"]["kernel"]))
+  assert np.any(np.isnan(params_of(trainer)["layers"][0]["mlp"]["up_proj"]["kernel"]))
 
 
 def test_a_mesh_shards_the_dense_weights_as_their_parameters(tmp_path):
   rules = rules_of("idp")
 
   def run(folder, steps):
-    mesh = jax.make_mesh((2, 2), ("fsdp", "tp"), devices=jax.devices()[:4])
+    mesh = jax.sharding.Mesh(np.reshape(jax.devices()[:4], (2, 2)), ("fsdp", "tp"))
     with mesh:
       model = qwen()
       state = nnx.state(model)
@@ -275,7 +275,7 @@ def test_a_mesh_shards_the_dense_weights_as_their_parameters(tmp_path):
 
 
 def test_a_given_mask_is_held_and_lora_that_tunix_trains_alone_is_refused():
-  given = nms.finalize(params_of(trainer_of(optax.identity())), rules_of("sr_ste"), early=True)
+  given = nms.finalize(nnx.as_pure(nnx.state(qwen(), nnx.Param)), rules_of("sr_ste"), STEPS)
   zeros = lambda params: {p: np.asarray(x) == 0 for p, x in flatten(params) if "lora" not in p}
 
   def pruned():
