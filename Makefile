@@ -3,13 +3,19 @@
 #   make test PYTHON=python3.12       another interpreter for a new environment
 #   make test VENV=/tmp/nm-env        another place for the environment
 #   make test ARGS="-k masks"         more arguments for pytest, or for the quickstart
-#   make test VENV=/tmp/old CONSTRAINTS=constraints-t5x.txt     versions for a new environment
+#   make test VENV=/tmp/old CONSTRAINTS=build/floors.txt    versions for a new environment
+#   make integrations ENVS="keras tunix" PYTHON312=/opt/python3.12/bin/python
 
 PYTHON  ?= python3
 VENV    ?= .venv
 WORKERS ?= 2
 ARGS    ?=
 CONSTRAINTS ?=
+
+# Trainers contradict one another, and need Python 3.12 or newer: each has an environment of its own.
+# tests/integrations/NAME.txt names its tests and its packages.
+ENVS      ?= $(basename $(notdir $(wildcard tests/integrations/*.txt)))
+PYTHON312 ?= $(shell for p in python3.12 python3.13 python3.14; do $$p -c "" 2>/dev/null && echo $$p && break; done)
 
 # Tasks and the local runner are tested everywhere. T5X is not on PyPI: where its source lies (with
 # airio's and jestimator's beside it), what it needs is installed too, and the tests marked t5x run;
@@ -32,7 +38,7 @@ BY_FILE := --dist loadfile
 SOURCES := $(wildcard nm_sparsity_jax t5x_tasks tests benchmarks docs examples setup.py)
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart venv kauldron test test-slow test-floors coverage mutants sanitize wheel style check docs notebook clean
+.PHONY: help quickstart venv integrations test test-slow test-floors coverage mutants sanitize wheel style check docs notebook clean
 
 help:  ## say what each target does
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' Makefile
@@ -40,10 +46,7 @@ help:  ## say what each target does
 quickstart: $(STAMP)  ## train, prove and score sparse checkpoints, in minutes; into quickstart/
 	$(VENV)/bin/nm-sparsity quickstart $(ARGS)
 
-venv: $(STAMP)  ## create the environment, or bring it up to date with setup.py
-
-# Kauldron brings 180 packages, some of them older than those of $(VENV).
-kauldron: .venv-kauldron/.installed  ## an environment with Kauldron in .venv-kauldron; `make test` then runs its tests
+venv: $(STAMP)  ## create the environment, or bring it up to date with pyproject.toml
 
 test: $(STAMP)  ## every test that is not slow; names the slowest 20, and why tests were skipped
 	$(PYTEST) $(BY_FILE) -m "not slow" --durations=20 -rs $(ARGS)
@@ -51,8 +54,17 @@ test: $(STAMP)  ## every test that is not slow; names the slowest 20, and why te
 test-slow: $(STAMP)  ## the slow tests, with programs that are compiled as users compile them
 	AS_USERS=1 $(PYTEST) -m slow $(ARGS)
 
-# The oldest versions that setup.py allows, in an environment of their own.
-test-floors:  ## the tests of `make test` on the floors of setup.py
+integrations:  ## the tests of trainers, each in .venv-integrations/NAME; ENVS="keras tunix" picks; names what did not run
+	@said=; for name in $(ENVS); do \
+	  if ! $(MAKE) --no-print-directory .venv-integrations/$$name/.installed; then \
+	    said="$$said\n$$name: did not run, since its environment could not be made (above)"; \
+	  elif ! .venv-integrations/$$name/bin/python -m pytest -m "" -rs $$(grep -oh 'tests/integrations/test_[a-z0-9_]*.py' tests/integrations/$$name.txt) $(ARGS); then \
+	    said="$$said\n$$name: tests failed"; \
+	  else said="$$said\n$$name: ok"; fi; \
+	done; printf "$$said\n"; case "$$said" in *"did not"*|*failed*) exit 1;; esac
+
+# The oldest versions that pyproject.toml allows, in an environment of their own.
+test-floors:  ## the tests of `make test` on the floors of pyproject.toml
 	@mkdir -p build
 	$(PYTHON) tests/floors.py >build/floors.txt
 	$(MAKE) test VENV=$(VENV)-floors CONSTRAINTS=build/floors.txt
@@ -73,9 +85,11 @@ mutants: $(STAMP)  ## break masks, recipes and schedules in SAMPLE places, and n
 sanitize: $(STAMP)  ## the C++ kernels of packed weights under the sanitizers of g++
 	$(PY) -m pytest -m slow -k sanitizers tests/test_packed_dot.py $(ARGS)
 
-wheel: $(STAMP)  ## build dist/*.whl and try it in a new environment and an empty folder
+wheel: $(STAMP)  ## build dist/: an sdist and a wheel of it; try the wheel in a new environment and an empty folder
 	rm -rf build/lib dist
-	$(PY) -m pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir dist .
+	$(PY) -m pip install --quiet --disable-pip-version-check build twine
+	$(PY) -m build
+	$(PY) -m twine check --strict dist/*
 	WHEEL=$$(echo dist/*.whl) $(PY) -m pytest -m slow tests/test_wheel.py $(ARGS)
 
 style: $(STAMP)  ## format the code and fix what ruff can fix
@@ -99,20 +113,25 @@ clean:  ## remove caches and build output; the environment stays
 	rm -rf build dist site *.egg-info .pytest_cache .ruff_cache .hypothesis .coverage
 	find $(SOURCES) -name __pycache__ -type d -prune -exec rm -rf {} +
 
-.venv-kauldron/.installed: setup.py constraints-kauldron.txt
-	$(PYTHON) -m venv .venv-kauldron
-	@echo "Installing into .venv-kauldron. This takes minutes."
-	@.venv-kauldron/bin/python -m pip install --quiet --disable-pip-version-check -c constraints-kauldron.txt -e '.[kauldron]'
+# uv finds versions in seconds where pip looks for minutes.
+.venv-integrations/%/.installed: tests/integrations/%.txt pyproject.toml
+	@[ -n "$(PYTHON312)" ] || { \
+	  echo "error: $*: no Python 3.12 or newer is on the path. Install one, or name it: make integrations PYTHON312=/path/to/python3.12" >&2; exit 1; }
+	@echo "Installing into .venv-integrations/$*. This can take minutes."
+	@$(PYTHON312) -m venv --clear .venv-integrations/$*
+	@.venv-integrations/$*/bin/python -m pip install --quiet --disable-pip-version-check uv
+	@NM_SPARSITY_KERNELS=0 .venv-integrations/$*/bin/python -m uv pip install --quiet \
+	  --python .venv-integrations/$*/bin/python -r $< pytest hypothesis -e .
 	@touch $@
 
 # The stamp is written last, so an installation that was cut short is tried again.
-$(STAMP): setup.py $(wildcard nm_sparsity_jax/core/packed/native/*)
+$(STAMP): setup.py pyproject.toml $(wildcard nm_sparsity_jax/core/packed/native/*)
 	@py=$(PY); [ -x $$py ] || py=$(PYTHON); \
 	command -v $$py >/dev/null || { \
 	  echo "error: no '$$py' here. Install Python 3.11 or newer, or name one: make PYTHON=python3.12 $(MAKECMDGOALS)" >&2; exit 1; }; \
 	$$py -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
 	  echo "error: '$$py' is $$($$py --version 2>&1); Python 3.11 or newer is needed. Name one and a new place: make VENV=.venv-new PYTHON=python3.12 $(MAKECMDGOALS)" >&2; exit 1; }
 	@[ -x $(PY) ] || $(PYTHON) -m venv $(VENV)
-	@echo "Installing into $(VENV): once, and again when setup.py or the C++ kernels change. This can take minutes."
+	@echo "Installing into $(VENV): once, and again when its needs or the C++ kernels change. This can take minutes."
 	@$(PY) -m pip install --quiet --disable-pip-version-check $(addprefix --constraint ,$(CONSTRAINTS)) --editable '.[$(subst $(empty) ,$(comma),$(strip $(EXTRAS)))]'
 	@touch $@

@@ -1,9 +1,9 @@
 """A konfig file of Kauldron: ViT-B/16 on ImageNet, with feed-forward kernels of 1:8.
 
-    python -m nm_sparsity_jax.integrations.kauldron.launch --cfg=examples/kauldron_vit.py \
+    python -m nm_sparsity_jax.integrations.kauldron --cfg=examples/kauldron_vit.py \
       --cfg.workdir=/data/vit_b
 
-Two lines are ours, `rules` and `trainstep`. docs/vision.md has the installation and more commands.
+`nms.sparse` around the optimizer is ours, and a metric. docs/vision.md has more commands.
 """
 
 from kauldron import konfig
@@ -13,23 +13,25 @@ with konfig.imports():
   from kauldron import kd
 
   import nm_sparsity_jax as nms
-  from nm_sparsity_jax.integrations import kauldron as kauldron_adapter
+  from nm_sparsity_jax.integrations import kauldron as nms_kauldron
 
 
 def get_config():
   cfg = kd.train.Trainer(seed=0, num_train_steps=90_000)
   phases = nms.Phases(total=cfg.ref.num_train_steps, dense=9_000, finetune=18_000)
   rules = nms.Rules({"ff": nms.recipe("mdgf_exponential", pattern="1:8", phases=phases)})
-  cfg.trainstep = kauldron_adapter.SparseTrainStep(rules=rules)
   cfg.train_ds = images("train[:99%]", training=True)
   cfg.model = kd.nn.Vit(image="batch.image", encoder=kd.nn.VitEncoder.from_variant_str("ViT-B/16"))
   logits_and_labels = {"logits": "preds.logits", "labels": "batch.label"}
   cfg.train_losses = {"xent": kd.losses.SoftmaxCrossEntropyWithIntLabels(**logits_and_labels)}
-  cfg.train_metrics = {"accuracy": kd.metrics.Accuracy(**logits_and_labels)}
+  cfg.train_metrics = {
+    "accuracy": kd.metrics.Accuracy(**logits_and_labels),
+    "sparsity": nms_kauldron.Sparsity(rules=rules),
+  }
   rate = optax.warmup_cosine_decay_schedule(0.0, 1e-3, 10_000, cfg.ref.num_train_steps)
   cfg.schedules = {"learning_rate": rate}
   adamw = optax.adamw(cfg.ref.schedules["learning_rate"], weight_decay=1e-4)
-  cfg.optimizer = optax.chain(optax.clip_by_global_norm(1.0), adamw)
+  cfg.optimizer = nms.sparse(optax.chain(optax.clip_by_global_norm(1.0), adamw), rules)
   cfg.checkpointer = kd.ckpts.Checkpointer(save_interval_steps=1_000)
   cfg.evals = {
     "eval": kd.evals.Evaluator(

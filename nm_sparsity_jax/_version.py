@@ -1,3 +1,3 @@
-"""The version, stated once: setup.py reads this file without importing the package."""
+"""The version, stated once: pyproject.toml reads it without importing the package."""
 
 __version__ = "0.1.0"

@@ -1,6 +1,6 @@
 """What transformers computes of tiny T5s, for tests that have no torch.
 
-    python tests/huggingface_reference.py    writes huggingface_reference.npz; needs hf-dev
+    python tests/huggingface_reference.py    writes huggingface_reference.npz; needs the extra torch
 
 Weights and inputs are integers that are hashed, so both sides make them by themselves.
 """

@@ -104,11 +104,11 @@ def assert_same(got, want):
 def imported(*names):
   """Modules of libraries to compare with; skips the test where one of them is missing.
 
-  CONTRIBUTING.md says what installs them: the extras vision-dev and hf-dev.
+  CONTRIBUTING.md says what installs them: the extra torch.
   """
   needed = [*names, "torchvision"] if "timm" in names else names
   if missing := [name for name in needed if importlib.util.find_spec(name) is None]:
-    pytest.skip(f"no {', '.join(missing)} here: pip install -e '.[vision-dev,hf-dev]'")
+    pytest.skip(f"no {', '.join(missing)} here: pip install -e '.[torch]'")
   if "timm" in names and "torchvision" not in sys.modules:
     _declare(importlib.import_module("torch"))
   return [importlib.import_module(name) for name in names]

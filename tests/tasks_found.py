@@ -8,7 +8,7 @@ NEEDED = ("seqio", "tensorflow", "tensorflow_datasets", "sklearn", "scipy", "sac
 def why_not() -> str:
   """Why `t5x_tasks` cannot be imported here; empty where it can."""
   missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
-  return f"t5x_tasks needs {', '.join(missing)}: pip install -e '.[tasks]'" if missing else ""
+  return f"t5x_tasks needs {', '.join(missing)}: pip install -e '.[local]'" if missing else ""
 
 
 def register_again() -> None:

@@ -17,10 +17,7 @@ from nm_sparsity_jax import cli
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 DATA = ("gin_configs", "docs", "examples")  # what a wheel has inside the package
-LOOSE = (
-  "README.md", "CONTRIBUTING.md", "CHANGELOG.md", "LICENSE", "CITATION.cff", "constraints-t5x.txt",
-  "constraints-kauldron.txt",
-)  # fmt: skip
+LOOSE = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "LICENSE", "CITATION.cff")
 HEAVY = ("jax", "flax", "optax", "numpy", "tensorflow", "seqio", "t5x", "gin", "matplotlib")
 
 
@@ -135,7 +132,7 @@ from nm_sparsity_jax import cli
 sys.exit(cli.main(['gin-path']))
 """
   folder = pathlib.Path(python(code, cwd=site, flags=["-S"]).strip())  # not what tests run in
-  for name in ("gin_configs/runs/t5x_finetune.gin", "constraints-t5x.txt", "docs/sweep.md"):
+  for name in ("gin_configs/runs/t5x_finetune.gin", "CITATION.cff", "docs/sweep.md"):
     assert (folder / name).is_file()
   return folder
 

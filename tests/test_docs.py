@@ -15,6 +15,7 @@ import subprocess
 import sys
 import warnings
 
+import floors
 import jax
 import numpy as np
 import pages
@@ -32,8 +33,6 @@ from nm_sparsity_jax.recipes import RECIPES, registry
 ROOT = pages.ROOT
 BLOCKS = pages.blocks()
 RUNS = [b for b in BLOCKS if b.language == "sh" and "--gin_file=" in b.code]
-SETUP = (ROOT / "setup.py").read_text("utf-8")
-EXTRAS = re.findall(r'"([\w-]+)":', SETUP.partition("extras_require={")[2].partition("}")[0])
 needs_seqio = pytest.mark.skipif(
   importlib.util.find_spec("seqio") is None, reason="seqio: pip install -e '.[local]'"
 )
@@ -83,8 +82,8 @@ def folder(tmp_path, monkeypatch):
 
 @of("python")
 def test_python_runs(block, folder, capsys):
-  if "kauldron" in block.code:
-    compile(block.code, "a block", "exec")  # tests/test_kauldron.py makes a trainer of it
+  if "kauldron" in block.code or "gm.nn" in block.code:
+    compile(block.code, "a block", "exec")  # tests/integrations/test_gemma.py runs its like
   elif "seqio" in block.code:
     if reason := tasks_found.why_not():
       pytest.skip(reason)
@@ -172,7 +171,7 @@ def check(program, argv):
     assert re.search(rf"^{argv[0]}:", (ROOT / "Makefile").read_text(), re.MULTILINE)
   elif program == "pip":
     for extra in re.findall(r"\.\[(\w+)\]", " ".join(argv)):
-      assert extra in EXTRAS
+      assert extra in floors.EXTRAS
   elif argv[0].endswith(".py"):  # a script of ours: it knows all flags but the last
     done = subprocess.run(
       [sys.executable, ROOT / argv[0], *argv[1:], "--nope"],
@@ -291,7 +290,7 @@ def test_a_page_runs_as_typed(page, said, folder):
   ("README.md", r"^\| (`\w+`) \| .* \| (?:yes)? ?\|$", RECIPES),
   ("README.md", r"^\| (`nm-sparsity .*?) \|", cli.COMMANDS.keys() - {"gin-path"}),
   ("README.md", r"^\| (`\w+`) \| .* \| yes \|$", [n for n, r in RECIPES.items() if r.stateful]),
-  ("docs/install.md", r"^\| (`.*?) \|", EXTRAS),
+  ("docs/install.md", r"^\| (`.*?) \|", floors.EXTRAS),
   ("docs/names.md", r"^\| (`.*?) \|", nms.__all__),
 ])  # fmt: skip
 def test_a_table_is_complete(page, row, names):

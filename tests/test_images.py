@@ -13,7 +13,7 @@ import pytest
 
 from nm_sparsity_jax.trainer.images import augment, readers, rebus
 
-Image = pytest.importorskip("PIL.Image", reason="needs Pillow: pip install -e '.[vision]'")
+Image = pytest.importorskip("PIL.Image", reason="needs Pillow: pip install -e '.[local]'")
 from nm_sparsity_jax.trainer.images import rand_augment  # noqa: E402
 
 
@@ -129,7 +129,7 @@ def test_rand_augment_draws_and_a_large_magnitude_is_ten():
 @pytest.mark.slow
 def test_workers_read_what_one_process_reads(pets):
   """grain's processes: each makes whole batches, which come in their order."""
-  pytest.importorskip("grain", reason="needs grain: pip install -e '.[vision]'")
+  pytest.importorskip("grain", reason="needs grain: pip install -e '.[local]'")
   make = lambda workers: readers.find(str(pets), size=16, batch_size=2, crop=0.2, workers=workers)
   ahead = make(2).train(1, 3)
   for one, other in zip(itertools.islice(make(0).train(1, 3), 4), ahead, strict=False):

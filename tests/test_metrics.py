@@ -96,6 +96,9 @@ def test_nothing_sparse_gives_finite_numbers_and_no_step_is_loud():
 def test_counts_are_exact_where_float32_sums_would_stall():
   mask = np.ones(2**24 + 10, bool)
   np.testing.assert_allclose(metrics.flip_rate([mask, mask[:0]], [~mask, mask[:0]]), (1, 1), 1e-7)
+  # XLA multiplies by 1 / size, and 41 of 41 would be 0.99999994.
+  for size in (41, 47, 55):
+    assert (1, 1) == jax.jit(metrics.flip_rate)(mask[:size], ~mask[:size])
 
 
 # --- second moments -------------------------------------------------------------------------------

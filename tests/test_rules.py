@@ -46,6 +46,8 @@ def test_the_first_place_that_names_a_parameter_owns_it():
   assert list(rules.assign(params).places) == ["a/kernel"]
   maybe = nms.Rules({"b/kernel": OTHER, **rules.places}, {"b/kernel": 1}, optional=["b/kernel"])
   assert list(maybe.assign(params).places) == ["a/kernel"]
+  either = nms.Rules({"a/kernel|b/kernel": LINEAR}, optional=["a/kernel|b/kernel"])
+  assert list(either.assign(params).places) == ["a/kernel"]
   assert rules_text.parse(rules_text.describe(maybe)) == maybe != rules
   # A leaf that is no array, as in an equinox model.
   assert list(rules.assign({**params, "act": jax.nn.relu, "bias": None}).places) == ["a/kernel"]
@@ -53,6 +55,7 @@ def test_the_first_place_that_names_a_parameter_owns_it():
 
 X = jax.ShapeDtypeStruct((8, 8), jnp.float32)
 QUERY = tree({"encoder/layers_0/attention/query/kernel": (16, 16)})
+WO = tree({"wo/kernel": (8, 8)})
 TWICE = nms.Rules({"qkv": LINEAR, "encoder/q": OTHER})  # the first one has them all
 
 
@@ -63,6 +66,10 @@ TWICE = nms.Rules({"qkv": LINEAR, "encoder/q": OTHER})  # the first one has them
     ("none that is left.*'encoder/q'", lambda: TWICE.assign(QUERY)),
     ("optional=", lambda: nms.Rules({"ff": LINEAR}, optional=["fff"])),
     ("'qvk'.*have q", lambda: nms.Rules({"q": LINEAR, "qvk": OTHER}).assign(QUERY)),
+    (
+      "'wi' of 'wi|wo/kernel'".replace("|", r"\|"),
+      lambda: nms.Rules({"wi|wo/kernel": LINEAR}).assign(WO),
+    ),
     ("multiple of", lambda: nms.Rules({"ff": CUSTOM}).assign(tree({WI: (24, 3)}))),  # each level
     ("'attention'", lambda: nms.Rules({"attention": LINEAR}).assign(QUERY)),
     ("not known for 'a'.*'b'", lambda: nms.Rules({".*": LINEAR}).assign({"a": X, "b": X})),
@@ -154,6 +161,8 @@ def test_rules_are_values():
   sharding = SingleDeviceSharding(jax.devices()[0])
   for one, other in (
     (make(), make().with_shardings([sharding])),
+    (make(axes={"b": (0, 1)}), make(axes={"b": np.array([0, 1])})),
+    (make(optional=["q", "ff"]), make(optional=("ff", "q"))),
     (axes, pickle.loads(pickle.dumps(make(axes={"a/kernel": np.int64(0), "b": (0, 1)})))),
   ):
     assert one == other and hash(one) == hash(other)

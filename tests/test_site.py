@@ -14,7 +14,7 @@ import pytest
 import nm_sparsity_jax as nms
 
 for name in ("mkdocs", "material", "mkdocstrings"):
-  pytest.importorskip(name, reason="the site needs pip install -e '.[docs]'")
+  pytest.importorskip(name, reason="the site needs pip install -e '.[dev]'")
 
 ROOT = pages.ROOT
 

@@ -3,6 +3,7 @@
 import glob
 import os
 import pathlib
+import re
 import subprocess
 import sys
 
@@ -51,8 +52,19 @@ def test_the_quickstart_runs_from_a_wheel_in_an_empty_folder(wheel, tmp_path):
   assert said.count("\nok\n") == 3 and (empty / "quickstart/curves.html").is_file()
 
 
-def test_floors_are_what_setup_asks_of_users():
+def test_floors_are_what_the_package_asks_of_users():
   """`make test-floors` installs the oldest versions that users may have."""
   found = floors.floors()
-  assert found["jax"] == "0.10.2" and found["clu"] == "0.0.12" and found["seqio"] == "0.0.20"
+  assert found["jax"] == "0.9.0" and found["clu"] == "0.0.12" and found["seqio"] == "0.0.20"
   assert "pytest" not in found and "mkdocs" not in found and "packaging" not in found
+
+
+def test_ci_runs_every_trainer_and_pinned_actions():
+  lists = {f.stem: f.read_text() for f in (ROOT / "tests/integrations").glob("*.txt")}
+  named = re.findall(r"tests/integrations/\w+\.py", "".join(lists.values()))
+  assert {str(f.relative_to(ROOT)) for f in ROOT.glob("tests/integrations/test_*")} <= {*named}
+  flows = "".join(f.read_text() for f in (ROOT / ".github/workflows").iterdir())
+  (matrix,) = re.findall(r"trainer: \[(.*)\]", flows)
+  assert set(matrix.split(", ")) >= lists.keys()
+  pinned = re.findall(r"uses: \S+@[0-9a-f]{40}  # v\d", flows)
+  assert len(pinned) == flows.count("uses:") > 0

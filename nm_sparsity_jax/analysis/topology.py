@@ -37,8 +37,7 @@ def devices(name: str) -> Sequence[Any]:
   """
   if installed.version("libtpu") is None:
     raise NoTopology(
-      f"topology {name!r}: libtpu, the compiler for TPUs, is not installed: pip install "
-      "'nm-sparsity-jax[tpu]'."
+      f"topology {name!r}: libtpu, the compiler for TPUs, is not installed: pip install 'jax[tpu]'."
     )
   from jax.experimental import topologies
 

@@ -4,8 +4,7 @@ It looks at installed metadata and imports neither jax, T5X nor TensorFlow. What
 what you do, so --for says which parts must be there:
 
   core    masks, rules and layers in your own training loop
-  tasks   SeqIO tasks and metrics
-  local   nm-sparsity quickstart, train, eval, plan, sweep and report (docs/local.md)
+  local   nm-sparsity quickstart, train, eval, plan, sweep and report, and SeqIO tasks
   t5x     t5x.train with our gin files (docs/t5x.md)
   tpu     a TPU's compiler that fits the installed jax (docs/tpu.md)
 
@@ -21,14 +20,13 @@ import importlib.metadata
 import importlib.util
 import json
 import pathlib
-import re
 from collections.abc import Iterator
 from typing import NamedTuple
 
 from nm_sparsity_jax.core import installed
 from nm_sparsity_jax.core.text import columns
 
-PURPOSES = ("core", "tasks", "local", "t5x", "tpu")
+PURPOSES = ("core", "local", "t5x", "tpu")
 # Not in the package index, and the commits that were tested.
 UNPUBLISHED = {
   "t5x": "cc342d419ec3e3e9c4bf1df33c82330cafdc1e16",
@@ -85,8 +83,7 @@ def install_command(purpose: str) -> str:
   package = folder_of("nm_sparsity_jax")
   if package is None or not (package.parent / "setup.py").is_file():
     return f"pip install '{installed.NAME}{extra}'"
-  constraints = "-c constraints-t5x.txt " if purpose == "t5x" else ""
-  return f"pip install {constraints}-e '.{extra}' in {package.parent}"
+  return f"pip install -e '.{extra}' in {package.parent}"
 
 
 def examine(purpose: str) -> Iterator[Finding]:
@@ -101,11 +98,6 @@ def examine(purpose: str) -> Iterator[Finding]:
   yield from _required(installed.NAME, purpose, install_command(purpose))
   if purpose == "t5x":
     yield from map(_unpublished, UNPUBLISHED)
-    for name, tested in tested_versions().items():
-      have = installed.version(name)
-      if have and not installed.meets(have, f"=={tested}"):
-        remedy = f"if T5X fails: pip install {name}=={tested}"
-        yield Finding("!", name, f"{have}; T5X was tested with {tested}", remedy)
   if purpose == "tpu":  # jax says which jaxlib and libtpu it was released with
     yield from _required("jax", "tpu", f"pip install 'jax[tpu]=={installed.version('jax')}'")
   for name, others in _CONFLICTS.items():
@@ -123,25 +115,20 @@ def examine(purpose: str) -> Iterator[Finding]:
 
 
 def _required(distribution: str, extra: str, remedy: str) -> Iterator[Finding]:
-  # Floors are stated in setup.py only, which is where the metadata have them from.
   from packaging.requirements import Requirement
 
-  for found in map(Requirement, installed.requires(distribution)):
-    if found.marker is None or found.marker.evaluate({"extra": extra}):
+  requires = list(map(Requirement, installed.requires(distribution)))
+  asked = lambda r, *extras: not r.marker or any(r.marker.evaluate({"extra": e}) for e in extras)
+  # An extra of ours may have another: t5x has local.
+  within = [e for r in requires if r.name == distribution and asked(r, extra) for e in r.extras]
+  for found in requires:
+    if found.name != distribution and asked(found, extra, *within):
       have, wanted = installed.version(found.name), str(found.specifier)
       if have and installed.meets(have, wanted):
         yield Finding("ok", found.name, have)
       else:
         text = f"{have}, but {wanted} is needed" if have else "is not installed"
         yield Finding("BAD", found.name, text, remedy)
-
-
-def tested_versions() -> dict[str, str]:
-  """Returns what T5X was tested with, of constraints-t5x.txt."""
-  from nm_sparsity_jax.integrations import gin_files  # imports gin
-
-  text = (gin_files.folder() / "constraints-t5x.txt").read_text()
-  return dict(re.findall(r"^([\w.-]+)==(\S+)$", text, re.MULTILINE))
 
 
 def _unpublished(name: str) -> Finding:

@@ -54,7 +54,8 @@ def read(state: Any) -> dict[str, Lazy]:
 
   def lazy(name: str, x: Any) -> Lazy:
     wanted: Any = nested({name: ocp.RestoreArgs(restore_type=np.ndarray)})
-    args = ocp.args.PyTreeRestore(item=wanted, restore_args=wanted, partial_restore=True)
+    # Without transforms Orbax wants whole tuples, as of `optax.chain`; with them, a dict of one.
+    args = ocp.args.PyTreeRestore(item=wanted, restore_args=wanted, transforms={})
 
     def array() -> np.ndarray:
       with quiet():
@@ -63,6 +64,10 @@ def read(state: Any) -> dict[str, Lazy]:
     return Lazy(tuple(x.shape), np.dtype(x.dtype), array)
 
   found = dict(flatten(metadata.item_metadata.tree))
+  # `nms.sparse` may stand inside others: its state is the one that has rules beside a count.
+  sparse = [name.removesuffix("rules") for name in found if name.endswith("/rules")]
+  sparse = [prefix for prefix in sparse if f"{prefix}count" in found]
+  prefix = sparse[0] if len(sparse) == 1 else "opt_state/"
   # What a run scored is read in place of what it averaged.
   averaged = {name.removeprefix(AVERAGE) for name in found if name.startswith(AVERAGE)}
 
@@ -71,6 +76,8 @@ def read(state: Any) -> dict[str, Lazy]:
     if name in averaged:
       return NOT_AVERAGED + name
     name = name.removeprefix(AVERAGE)
+    if name.startswith(prefix):
+      name = "opt_state/" + name.removeprefix(prefix)
     for theirs, ours in _NAMES:
       if name == theirs or theirs.endswith("/") and name.startswith(theirs):
         return None if ours is None else ours + name.removeprefix(theirs)

@@ -16,6 +16,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 from jax.sharding import NamedSharding
 
 from nm_sparsity_jax.core import masks, trace
@@ -33,7 +34,8 @@ _Shapes = tuple[tuple[str, tuple[int, ...]], ...]  # (path, shape) of each param
 # (..., in, out). Names that a user chose tell nothing: it may be a transposed convolution.
 _CONV = re.compile(r"(.*/)?Conv_\d+/kernel")
 _CONV_ROLES = ("stem", "conv", "shortcut")
-_EINSUM = re.compile(r"(.*/)?Einsum_\d+/kernel")  # its kernel may be (out, in)
+# flax's and Keras' own names; such a kernel may be (out, in).
+_EINSUM = re.compile(r"(.*/)?(Einsum_\d+|einsum_dense(_\d+)?)/kernel")
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -83,7 +85,7 @@ class Rules:
     axes = {regex: _one_or_several(axis) for regex, axis in (self.axes or {}).items()}
     object.__setattr__(self, "places", dict(self.places))
     object.__setattr__(self, "axes", axes)
-    object.__setattr__(self, "optional", tuple(self.optional))
+    object.__setattr__(self, "optional", tuple(sorted(self.optional)))
     if unknown := {*self.optional} - {*self.places, *axes}:
       raise ValueError(f"optional={sorted(unknown)} are no places and no axes of these rules.")
     _ = self._matchers, self._axes  # what is no regular expression raises here
@@ -176,8 +178,8 @@ class Rules:
 
     Masks keep their bits. On several TPUs each device then makes the masks of its own shard, by a
     kernel that reads the weights once; XLA cannot cut such a kernel by itself. A sharding that cuts
-    a group is passed over, and so is one without devices (`AbstractMesh`). The local runner, T5X
-    and Kauldron call this.
+    a group is passed over, and so is one without devices (`AbstractMesh`). The local runner and
+    T5X call this.
 
     Args:
       shardings: a tree like the parameters; leaves are `NamedSharding`. Others are passed over.
@@ -216,7 +218,7 @@ class Rules:
         # Checkpoints hold the text of rules, so no axis is added where the default is right.
         default = _default_axis(path, shapes)
         # `check_axis` makes both sides ascending, non-negative ints.
-        if default is None or masks.check_axis(shape, default) != known:
+        if default is None or masks.check_axis(shape, default, gaps=True) != known:
           found[re.escape(path)] = _one_or_several(known)
       # With gaps, since groups may lie along axes that are not adjacent.
       elif known is not None and masks.check_axis(shape, by_hand, gaps=True) != known:
@@ -328,6 +330,12 @@ class Rules:
     """Refuses places and axes that name no parameter: a wrong word would change nothing."""
     found = {*map(self.match, shapes), *self.optional}
     idle = [repr(place) for place in self.places if place not in found]
+    for place, regex in self._matchers:
+      # 'wi|wo/kernel' means 'wi' or 'wo/kernel'.
+      parts = _alternatives(place) if regex.pattern == place else []
+      if place in found and place not in self.optional and len(parts) > 1:
+        matched = lambda part: any(map(roles.compiled(part, "a place").fullmatch, shapes))
+        idle += [f"{part!r} of {place!r}" for part in parts if not matched(part)]
     for regex, axis in self._axes:
       if regex.pattern not in found and not any(map(regex.fullmatch, shapes)):
         idle.append(f"axes={{{regex.pattern!r}: {axis}}}")
@@ -353,7 +361,7 @@ def _default_axis(path: str, shapes: Mapping[str, tuple[int, ...]]) -> masks.Axi
   """
   folder, _, name = path.rpartition("/")
   shape, bias = shapes[path], shapes.get(f"{folder}/bias" if folder else "bias")
-  if axes := roles.axis_of(path, len(shape)):
+  if axes := roles.axis_of(path, shapes):
     return _one_or_several(axes)
   if name != "kernel" or bias not in (None, shape[-1:]):
     return None
@@ -362,6 +370,18 @@ def _default_axis(path: str, shapes: Mapping[str, tuple[int, ...]]) -> masks.Axi
   is_conv = _CONV.fullmatch(path) or roles.role_of(path) in _CONV_ROLES
   # The window has 1, 2 or 3 dimensions; in and out are two more.
   return -2 if 3 <= len(shape) <= 5 and is_conv else None
+
+
+def _alternatives(regex: str) -> list[str]:
+  """Returns what a regex joins by '|', outside of brackets."""
+  parts, depth = [""], 0
+  for token in re.findall(r"\\.|\[\^?\]?(?:\\.|[^]\\])*\]|.", regex):
+    depth += (token == "(") - (token == ")")
+    if token == "|" and not depth:
+      parts.append("")
+    else:
+      parts[-1] += token
+  return parts
 
 
 def _recipe_text(recipe: Recipe) -> str:
@@ -380,6 +400,6 @@ def _shapes(params: Any) -> _Shapes:
 
 
 def _one_or_several(axis: masks.Axis) -> masks.Axis:
-  """Returns (0,) as 0, and numpy's ints as Python's, so that equal rules are equal."""
-  axes = tuple(map(int, axis)) if isinstance(axis, Sequence) else (int(axis),)
+  """Returns (0,) as 0, and numpy's ints and arrays as Python's, so that equal rules are equal."""
+  axes = tuple(int(a) for a in np.atleast_1d(np.asarray(axis)))
   return axes[0] if len(axes) == 1 else axes

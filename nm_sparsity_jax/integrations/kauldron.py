@@ -1,0 +1,129 @@
+"""Kauldron: a launcher for one host or several, and a metric. Training needs the optimizer alone.
+
+    cfg.optimizer = nms.sparse(optax.adamw(1e-3), rules)
+    cfg.train_metrics["sparsity"] = nms_kauldron.Sparsity(rules=rules)
+
+    python -m nm_sparsity_jax.integrations.kauldron --cfg=vit_b.py --cfg.workdir=gs://bucket/run
+
+Kauldron's main never starts `jax.distributed`. This does, where you ask: `--distributed` where the
+hosts know one another (a TPU slice, Slurm), with three flags more where they do not. All other
+arguments are Kauldron's.
+"""
+
+# pyright: reportMissingImports=false, reportMissingModuleSource=false
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import runpy
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import flax
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from kauldron import kd
+
+from nm_sparsity_jax.core.trees import flatten
+from nm_sparsity_jax.training import metrics, rules_text, transform
+from nm_sparsity_jax.training.rules import Rules
+
+
+@dataclasses.dataclass(kw_only=True, frozen=True, eq=True)
+class Sparsity(kd.metrics.Metric):
+  """Density, D and pattern of a step, and the share of weights that its update flips.
+
+  The names are those of `nms.metrics.summary`, without the first 'nm/'. Where the optimizer's state
+  was made by other rules, as after a resume with another recipe, it ends the run by an error:
+  without it all weights become NaN.
+
+  Attributes:
+    rules: those of the optimizer.
+    params: Kauldron's key of the parameters.
+    opt_state: that of the optimizer's state.
+    updates: that of its updates; an evaluation has none, and no flips.
+  """
+
+  rules: Rules
+  params: kd.kontext.Key = "params"
+  opt_state: kd.kontext.Key = "opt_state"
+  updates: kd.kontext.Key | None = "updates"
+
+  @flax.struct.dataclass
+  class State(kd.metrics.State):
+    """Name -> value; `D` is NaN where the rules are others."""
+
+    values: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+    @classmethod
+    def empty(cls) -> Any:
+      """Returns a state without values."""
+      return cls()
+
+    def merge(self, other: Any) -> Any:
+      """Returns a state with values: all batches of an evaluation see the same weights."""
+      return self if self.values else other
+
+    def compute(self) -> dict[str, Any]:
+      """Returns name -> value."""
+      if np.isnan(self.values["D"]):
+        raise ValueError(
+          "the optimizer's state was made by nms.sparse with other rules than those of this "
+          "Sparsity metric: go on with the rules of the checkpoint, or take another workdir."
+        )
+      return dict(self.values)
+
+  def get_state(self, params: Any, opt_state: Any, updates: Any = None) -> State:
+    """Returns what the state of the optimizer tells of a step."""
+    (state,) = transform.states(opt_state, transform.SparseState)
+    same = jnp.array_equal(state.rules, rules_text.pack(self.rules.text))
+    step = jnp.where(same, state.count, -1)
+    dense = transform.dense_params(params, state)
+    values = metrics.summary(dense, self.rules, step, state.masks)
+    if updates is not None:
+      # W~ in place of W, which comes later: a pruned weight of it is never the larger one.
+      after = dict(flatten(optax.apply_updates(params, updates)))
+      new = {
+        path: after[path] != 0 if site.recipe.stateful else site.mask(after[path], step + 1)
+        for path, site in self.rules.assign(params).places.items()
+      }
+      rate = metrics.flip_rate(metrics.masks_of(dense, self.rules, step, state.masks), new)
+      values |= {"nm/flip_rate/all": rate.all, "nm/flip_rate/kept": rate.kept}
+    return self.State({name.removeprefix("nm/"): x for name, x in values.items()})
+
+
+def parser() -> argparse.ArgumentParser:
+  """Returns the parser of what this adds to Kauldron's flags."""
+  made = argparse.ArgumentParser(
+    prog="python -m nm_sparsity_jax.integrations.kauldron",
+    description=__doc__,
+    formatter_class=argparse.RawDescriptionHelpFormatter,
+    allow_abbrev=False,
+  )
+  made.add_argument("--distributed", action="store_true", help="this host is one of several")
+  made.add_argument("--coordinator_address", metavar="HOST:PORT", help="of process 0")
+  made.add_argument("--process_count", type=int, metavar="N", help="of all hosts")
+  made.add_argument("--process_index", type=int, metavar="I", help="of this one, from 0")
+  return made
+
+
+def main(argv: Sequence[str]) -> None:
+  """Starts what was asked for, then Kauldron.
+
+  Args:
+    argv: the arguments, without the program.
+  """
+  args, theirs = parser().parse_known_args(argv)
+  if args.distributed or args.coordinator_address:
+    # It refuses flags that lack another one.
+    jax.distributed.initialize(args.coordinator_address, args.process_count, args.process_index)
+  sys.argv = ["kauldron", *theirs]  # absl reads the flags there
+  runpy.run_module("kauldron.main", run_name="__main__", alter_sys=True)
+
+
+if __name__ == "__main__":
+  main(sys.argv[1:])
