@@ -80,9 +80,8 @@ def write(model, start, length=200):
   return "".join(symbols[token] for token in tokens)
 
 
-recipe = nms.recipe(
-  "mdgf_exponential", pattern="1:4", phases=nms.Phases(STEPS, STEPS // 5, finetune=STEPS // 3)
-)
+phases = nms.Phases(total=STEPS, dense=STEPS // 5, finetune=STEPS // 3)
+recipe = nms.recipe("mdgf_exponential", pattern="1:4", phases=phases)
 # Roles name the attention; a regex names the rest of each block.
 rules = nms.Rules({"qkv": recipe, "o": recipe, r"blocks/\d+/(up|down)/kernel": recipe})
 optimizers = {"dense": optax.adamw(3e-3), "1:4": nms.sparse(optax.adamw(3e-3), rules)}

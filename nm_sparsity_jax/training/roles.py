@@ -360,12 +360,12 @@ register(
 
 # nnx.MultiHeadAttention under any name of the usual kind. Stacked kernels of two axes have as many
 # axes as it has, so it is sure of the axis only where a list, and no stack, holds its layer.
-_NNX_ATTENTION = r"(.*/)?\w*(attn|attention|mha)/"
+_NNX_ATTENTION = r"\w*(attn|attention|mha)/"
 register(
   "nnx",
-  _attention_roles(_NNX_ATTENTION),
+  _attention_roles(rf"(.*/)?{_NNX_ATTENTION}"),
   layouts={
-    r"(.*/)?\d+/\w*(attn|attention|mha)/(query|key|value)/kernel": "ioo",
-    r"(.*/)?\d+/\w*(attn|attention|mha)/out/kernel": "iio",
+    rf"(.*/)?\d+/{_NNX_ATTENTION}(query|key|value)/kernel": "ioo",
+    rf"(.*/)?\d+/{_NNX_ATTENTION}out/kernel": "iio",
   },
 )
