@@ -45,32 +45,29 @@ def inputs_of(batch):
   """Returns what the model takes."""
   seen = batch.input_mask.astype(bool)
   return {
-    "input_tokens": batch.input_tokens,
-    "input_mask": batch.input_mask,
+    "input_tokens": batch.input_tokens, "input_mask": batch.input_mask,
     "positions": utils.build_positions_from_mask(seen),
     "attention_mask": utils.make_causal_attn_mask(seen),
-  }
+  }  # fmt: skip
 
 
 class Watch(hooks.TrainingHooks):
   """Logs density, D, pattern and flips with Tunix' own metrics, which go to TensorBoard and W&B."""
 
-  on_train_start = on_train_end = on_train_step_start = lambda *_: None
-  on_eval_step_start = on_eval_step_end = on_train_start
+  on_train_start = on_train_end = on_train_step_start = on_eval_step_start = lambda *_: None
+  on_eval_step_end = on_train_start
   seen = None
 
   def on_train_step_end(self, train_ctx, train_step, train_loss):
     opt = nnx.as_pure(train_ctx.optimizer.opt_state)
-    states = nms.optim.states(opt, nms.optim.SparseState)
-    if train_step % 40 or not states:
+    if train_step % 40 or not (states := nms.optim.states(opt, nms.optim.SparseState)):
       return
     (state,), w = states, nms.dense_params(nnx.state(train_ctx.model, nnx.Param), opt)
     told = nms.metrics.summary(w, rules, state.count, state.masks, seen=self.seen)
     self.seen = nms.metrics.before(w, rules, state.count, state.masks)
-    for name, value in told.items():
-      train_ctx.metrics_logger.log("", name, float(value), "train", int(state.count))
-    short = {name[3:]: round(float(value), 3) for name, value in told.items() if "/ff" not in name}
-    print(f"update {int(state.count)}  loss {train_loss:.3f}  {short}", flush=True)
+    for name, x in told.items():
+      train_ctx.metrics_logger.log("", name, float(x), "train", int(state.count))
+    print(f"update {int(state.count)}  loss {train_loss:.3f}  D {float(told['nm/D']):.3f}")
 
 
 def train(optimizer, folder=None):
@@ -98,7 +95,6 @@ def right(model):
 
 optimizers = {"dense": optax.adamw(3e-3), "sparse": nms.sparse(optax.adamw(3e-3), rules)}
 for name, optimizer in optimizers.items():
-  folder = os.path.abspath(f"{sys.argv[1]}/{name}") if sys.argv[1:] else None
-  model = train(optimizer, folder)
+  model = train(optimizer, os.path.abspath(f"{sys.argv[1]}/{name}") if sys.argv[1:] else None)
   print(f"{name}: {right(model):.1%} of the next numbers are right")
 print(nms.verify(nnx.state(model, nnx.Param), rules))
