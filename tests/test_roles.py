@@ -85,8 +85,16 @@ PROJECTS = {
     "conv": "res_net18/~/block_group_0/~/block_1/~/conv_0/w", "stem": "res_net18/~/initial_conv/w",
     "shortcut": "res_net18/~/block_group_1/~/block_0/~/shortcut_conv/w",
     "head": "language_model/linear/w res_net18/~/logits/w", "": "linear/w lstm/linear/w"},
+  "Tunix": {
+    "q": "layers/0/attn/q_proj/w layers/1/attn/q_einsum/w", "k": "layers/0/attn/k_proj/w",
+    "v": "layers/0/attn/v_proj/w", "o": "layers/0/attn/o_proj/w layers/0/attn/attn_vec_einsum/w",
+    "qkv": "layers/0/attn/kv_einsum/w layers/0/attn/qkv_einsum/w",
+    "ff": "layers/0/mlp/up_proj layers/1/mlp/gate_proj layers/0/moe/gating_einsum",
+    "": "lm_head/w layers/0/attn/q_norm/w layers/0/mlp/router layers/0/mlp/up_proj/kernel_lora_a"},
+  "NNX": {role: f"attn/{x} layers/0/self_attention/{x} blocks/1/cross_attn/{x} mha/{x}"
+          for role, x in ATTENTION.items()},
 }  # fmt: skip
-LEAVES = "/weight", "/weight/0", "/w", "_einsum", "layer_0/mlp2/linear"  # not kernel, as elsewhere
+LEAVES = "/weight", "/weight/0", "/w", "_einsum", "layer_0/mlp2/linear"  # not kernel
 
 
 def kernels_of(project):

@@ -42,7 +42,7 @@ def register(
   Args:
     family: its name, such as 't5'.
     roles: role -> regex of the whole '/'-joined paths of kernels that have it. They must not be
-      words for something else. A kernel that holds q, k and v side by side has the role 'qkv'.
+      words for something else. A kernel that holds several of q, k and v has the role 'qkv'.
     narrow: word -> regex of the paths that it narrows a role to, as 'decoder' in 'decoder/ff'.
     layouts: regex of whole paths -> a letter an axis, 'i' for one that the product sums over, as
       'iio' of a kernel (heads, head_dim, embed); several, for several ranks, with blanks between.
@@ -377,5 +377,40 @@ register(
     rf"(.*/)?{_HAIKU_LINEAR}/w": "io",
     rf"(.*/)?__layer_stack\w*/(.*/)?{_HAIKU_LINEAR}/w": "oio",
     r"(.*/)?(conv2_d(_\d+)?|initial_conv|conv_\d|shortcut_conv)/w": "ooio",
+  },
+)
+
+# --- decoders and NNX ---------------------------------------------------------------------------
+
+# Tunix's Llama 3, Qwen 2 and 3 and Gemma 1 to 4, and what else in NNX has the names of Llama. The
+# layers of Tunix are a list and no stack, so a rank is sure of the axis.
+_TUNIX = r"(.*/)?layers/\d+/"
+register(
+  "tunix",
+  {
+    "ff": r"(.*/)?mlp/(gate|up|down)_proj(/kernel)?|(.*/)?moe/(gating_einsum|linear)",
+    **{role: rf"(.*/)?(self_)?attn/{role}(_proj|_einsum)/(w|kernel)" for role in "qkv"},
+    "o": r"(.*/)?(self_)?attn/(o_proj|attn_vec_einsum)/(w|kernel)",
+    "qkv": r"(.*/)?attn/q?kv_einsum/w",
+  },
+  layouts={
+    _TUNIX + r"mlp/(gate|up|down)_proj": "oio",  # experts
+    _TUNIX + r"moe/linear": "oio",
+    _TUNIX + r"moe/gating_einsum": "oooi",
+    _TUNIX + r"attn/[qkv]_proj/w": "ioo",
+    _TUNIX + r"attn/(q|k|kv|qkv)_einsum/w": "oio ooio",
+    _TUNIX + r"attn/(o_proj|attn_vec_einsum)/w": "iio",
+  },
+)
+
+# nnx.MultiHeadAttention under any name of the usual kind. Stacked kernels of two axes have as many
+# axes as it has, so it is sure of the axis only where a list, and no stack, holds its layer.
+_NNX_ATTENTION = r"\w*(attn|attention|mha)/"
+register(
+  "nnx",
+  _attention_roles(rf"(.*/)?{_NNX_ATTENTION}"),
+  layouts={
+    rf"(.*/)?\d+/{_NNX_ATTENTION}(query|key|value)/kernel": "ioo",
+    rf"(.*/)?\d+/{_NNX_ATTENTION}out/kernel": "iio",
   },
 )

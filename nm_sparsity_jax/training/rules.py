@@ -341,6 +341,8 @@ class Rules:
         idle.append(f"axes={{{regex.pattern!r}: {axis}}}")
     if idle:
       have = ", ".join(dict.fromkeys(filter(None, map(roles.role_of, shapes)))) or "no roles"
+      if shapes and all("lora" in path for path in shapes):
+        have += ": they are LoRA's, and this optimizer has no base weights"
       raise ValueError(
         f"rules that match no parameter, or none that is left: {', '.join(idle)}. The "
         f"{len(shapes)} parameters begin {', '.join([*shapes][:4])} and have {have}. A place (gin: "

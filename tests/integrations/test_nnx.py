@@ -1,0 +1,295 @@
+"""flax NNX: one line makes its modules N:M sparse, whatever else their state is."""
+
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import nm_sparsity_jax as nms
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+STEPS = 12
+PHASES = nms.Phases(total=STEPS, dense=4, finetune=4)
+
+
+@pytest.fixture(autouse=True)
+def as_nnx_runs():
+  with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+    yield
+
+
+class Block(nnx.Module):
+  """All kinds of state: batch statistics, random streams, attention, a list."""
+
+  def __init__(self, rngs, dtype=jnp.float32):
+    kinds = dict(rngs=rngs, param_dtype=dtype)
+    self.hidden = nnx.Linear(8, 16, **kinds)
+    self.norm, self.dropout = nnx.BatchNorm(16, **kinds), nnx.Dropout(0.5, rngs=rngs)
+    self.layers = nnx.List([nnx.Dict(attn=nnx.MultiHeadAttention(4, 16, decode=False, **kinds))])
+
+  def __call__(self, x):
+    return self.layers[0]["attn"](self.dropout(nnx.relu(self.norm(self.hidden(x)))))
+
+
+def recipe_of(name, **fields):
+  return nms.recipe(name, pattern="1:4", **({} if name == "hold" else {"phases": PHASES}), **fields)
+
+
+def rules_of(name):
+  recipe = recipe_of(name)
+  return nms.Rules({"hidden/kernel": recipe, "qkv": recipe, "o": recipe})
+
+
+def x_of(step):
+  return jax.random.normal(jax.random.key(step), (4, 6, 8))
+
+
+@nnx.jit
+def train_step(model, optimizer, x):
+  loss = lambda model: jnp.mean((model(x) - jnp.tile(jnp.sin(x), 2)) ** 2)
+  told, grads = nnx.value_and_grad(loss, argnums=nnx.DiffState(0, optimizer.wrt))(model)
+  optimizer.update(model, grads)
+  return told
+
+
+def trained(tx, model, steps=STEPS, wrt=nnx.Param):
+  optimizer = nnx.Optimizer(model, tx, wrt=wrt)
+  return optimizer, [float(train_step(model, optimizer, x_of(step))) for step in range(steps)]
+
+
+def most_in_a_group(w, axes, m=4):
+  """By numpy alone: the most non-zeros in m consecutive weights along what a product sums over."""
+  w = np.moveaxis(np.asarray(w, np.float32), axes, range(len(axes)))
+  size = int(np.prod(w.shape[: len(axes)]))
+  return int(np.count_nonzero(w.reshape(size // m, m, -1), axis=1).max())
+
+
+def most(model):
+  attn = model.layers[0]["attn"]
+  kernels = [(module.kernel, (0,)) for module in (model.hidden, attn.query, attn.key, attn.value)]
+  return [most_in_a_group(w[...], axes) for w, axes in (*kernels, (attn.out.kernel, (0, 1)))]
+
+
+# --- training ---------------------------------------------------------------------------------
+
+
+def by_hand(rules, accumulate):
+  """The losses of a loop in two seams: masks in the loss, SR-STE's term before the optimizer."""
+  graph, params, rest = nnx.split(Block(nnx.Rngs(0)), nnx.Param, ...)
+  params, rest = nnx.as_pure(params), nnx.as_pure(rest)
+  tx = optax.MultiSteps(optax.chain(nms.sr_ste(rules), optax.adamw(1e-2)), accumulate)
+  opt, state, losses = tx.init(params), nms.init_state(params, rules), []
+
+  def loss(params, rest, state, count, x):
+    model = nnx.merge(graph, nms.sparsify(params, rules, count, state), rest)
+    told = jnp.mean((model(x) - jnp.tile(jnp.sin(x), 2)) ** 2)
+    return told, nnx.as_pure(nnx.state(model, nnx.Not(nnx.Param)))
+
+  @jax.jit
+  def step(params, rest, opt, state, x):
+    grad = jax.value_and_grad(loss, has_aux=True)
+    (told, rest), grads = grad(params, rest, state, nms.step_count(opt), x)
+    updates, opt = tx.update(grads, opt, params, nm_state=state)
+    params = optax.apply_updates(params, updates)
+    state = nms.update_state(state, params, rules, nms.step_count(opt), grads)
+    return params, rest, opt, state, told
+
+  for i in range(STEPS * accumulate):
+    params, rest, opt, state, told = step(params, rest, opt, state, x_of(i))
+    losses.append(float(told))
+  return losses
+
+
+@pytest.mark.parametrize(("name", "accumulate"), [
+  ("sr_ste", 1), ("mdgf_exponential", 2), ("sdgf_stepwise", 1), ("idp", 2),
+])  # fmt: skip
+def test_one_line_trains_n_of_m_as_a_loop_by_hand(name, accumulate):
+  model, rules = Block(nnx.Rngs(0)), rules_of(name)
+  tx = optax.MultiSteps(nms.sparse(optax.adamw(1e-2), rules), accumulate)
+  optimizer, losses = trained(tx, model, STEPS * accumulate)
+  assert int(nms.step_count(optimizer.opt_state)) == STEPS
+  assert most(model) == [1] * 5 and nms.verify(nnx.state(model, nnx.Param), rules).ok
+  np.testing.assert_allclose(losses, by_hand(rules, accumulate), atol=1e-5, rtol=0)
+
+
+def test_statistics_and_random_streams_move_as_in_a_dense_program():
+  dense, sparse = Block(nnx.Rngs(0)), Block(nnx.Rngs(0))
+  trained(optax.adamw(1e-2), dense, PHASES.dense)
+  tx = nms.sparse(optax.adamw(1e-2), rules_of("sr_ste"))
+  optimizer, _ = trained(tx, sparse, PHASES.dense)
+  kinds = nnx.Any(nnx.BatchStat, nnx.RngCount)
+  others = lambda model: jax.tree.map(np.asarray, nnx.as_pure(nnx.state(model, kinds)))
+  jax.tree.map(np.testing.assert_array_equal, others(sparse), others(dense))
+  assert np.any(others(Block(nnx.Rngs(0)))["norm"]["mean"] != others(sparse)["norm"]["mean"])
+  then = others(sparse)["norm"]
+  for step in range(PHASES.dense, STEPS):
+    train_step(sparse, optimizer, x_of(step))
+  end = others(sparse)
+  for name in ("mean", "var"):
+    assert np.any(then[name] != end["norm"][name])
+  assert int(end["dropout"]["rngs"]["count"]) == STEPS
+  sparse.eval()
+  assert np.all(sparse(x_of(0)) == sparse(x_of(0))) and most(sparse) == [1] * 5
+
+
+def test_bfloat16_parameters_have_float32_weights_behind_them_and_exact_zeros():
+  model = Block(nnx.Rngs(0), jnp.bfloat16)
+  optimizer, _ = trained(nms.sparse(optax.adamw(1e-2), rules_of("mdgf_exponential")), model)
+  params = nnx.as_pure(nnx.state(model, nnx.Param))
+  dense = nms.dense_params(params, nnx.as_pure(optimizer.opt_state))
+  assert params["hidden"]["kernel"].dtype == "bfloat16" and most(model) == [1] * 5
+  assert dense["hidden"]["kernel"].dtype == "float32"
+
+
+def test_a_given_mask_is_held_beside_lora_and_adapters_alone_are_refused():
+  class Adapted(nnx.Module):
+    def __init__(self, rngs):
+      self.up = nnx.LoRALinear(8, 16, lora_rank=2, rngs=rngs)
+
+    def __call__(self, x):
+      return self.up(x)
+
+  model, rules = Adapted(nnx.Rngs(0)), nms.Rules({"up/kernel": recipe_of("hold")})
+  given = np.arange(8)[:, None] % 4 == np.arange(16) % 4
+  model.up.kernel[...] = jnp.where(given, model.up.kernel[...], 0)
+  before = jax.tree.map(np.asarray, nnx.as_pure(nnx.state(model, nnx.Param)))["up"]
+  tx = nms.sparse(optax.adamw(1e-2), rules)
+  trained(tx, model)
+  after = nnx.as_pure(nnx.state(model, nnx.Param))["up"]
+  np.testing.assert_array_equal(np.asarray(after["kernel"]) != 0, before["kernel"] != 0)
+  for name in ("kernel", "lora"):
+    assert all(map(np.any, jax.tree.leaves(jax.tree.map(np.not_equal, before[name], after[name]))))
+  with pytest.raises(ValueError, match="LoRA") as error:
+    nnx.Optimizer(model, tx, wrt=nnx.LoRAParam)
+  assert "no base weights" in str(error.value)
+
+
+# --- axes ---------------------------------------------------------------------------------------
+
+
+class Stack(nnx.Module):
+  """Layers that a scan runs: their kernels have one axis more."""
+
+  def __init__(self, rngs):
+    make = lambda rngs: nnx.MultiHeadAttention(4, 16, decode=False, rngs=rngs)
+    self.attn = nnx.vmap(make)(rngs.split(3))
+
+  def __call__(self, x):
+    step = lambda x, attn: (attn(x), None)
+    return nnx.scan(step, in_axes=(nnx.Carry, 0))(x, self.attn)[0]
+
+
+@pytest.mark.parametrize(("module", "axes", "certain"), [
+  (Block, [0, (0, 1)], True), (Stack, [1, (1, 2)], False),
+])  # fmt: skip
+def test_the_axes_of_attention_are_known_or_asked_of_the_forward_pass(module, axes, certain):
+  model, recipe = module(nnx.Rngs(0)), recipe_of("sr_ste")
+  x, rules = jnp.ones((2, 3, 8 if certain else 16)), nms.Rules({"qkv": recipe, "o": recipe})
+  graph, params, rest = nnx.split(model, nnx.Param, ...)
+  traced = rules.for_model(lambda p, x: nnx.merge(graph, p, rest, copy=True)(x), params, x)
+  sites = traced.assign(params).places
+  assert [sites[path].axis for path in sorted(sites)] == [axes[0], axes[1], axes[0], axes[0]]
+  if certain:
+    assert traced == rules
+    # It computes so: a kernel that is one group feeds one output by the inputs of that group.
+    attn = model.layers[0]["attn"]
+    parts = (attn.query, (16,), np.s_[4:8, 1, 2]), (attn.out, (4, 4), np.s_[1, :, 2])
+    for part, summed, group in parts:
+      part.kernel[...] = jnp.zeros_like(part.kernel[...]).at[group].set(1)
+      moved = np.asarray(jax.jacobian(part)(jnp.ones((1, *summed)))).reshape(16, 16)
+      assert np.argwhere(moved).shape == (4, 2) and set(np.nonzero(moved)[1]) == {4, 5, 6, 7}
+  else:
+    with pytest.raises(ValueError, match="for_model"):
+      rules.assign(params)
+
+
+# --- kill -9 and resume -------------------------------------------------------------------------
+
+NNX = """
+import sys
+
+import jax
+import jax.numpy as jnp
+import optax
+import orbax.checkpoint as ocp
+from flax import nnx
+
+import nm_sparsity_jax as nms
+
+folder, steps = sys.argv[1], 40
+phases = nms.Phases(total=steps, dense=5, finetune=10)
+rules = nms.Rules({
+  "hidden/kernel": nms.recipe("idp", pattern="2:8", phases=phases),
+  "out/kernel": nms.recipe("mdgf_linear", pattern="1:4", phases=phases),
+})
+
+
+class Model(nnx.Module):
+  def __init__(self, rngs):
+    self.hidden, self.out = nnx.Linear(16, 32, rngs=rngs), nnx.Linear(32, 4, rngs=rngs)
+
+  def __call__(self, x):
+    return self.out(nnx.relu(self.hidden(x)))
+
+
+@nnx.jit
+def train_step(model, optimizer, x):
+  grads = nnx.grad(lambda model: jnp.mean((model(x) - jnp.sin(x[:, :4])) ** 2))(model)
+  optimizer.update(model, grads)
+
+
+model = Model(nnx.Rngs(0))
+optimizer = nnx.Optimizer(model, nms.sparse(optax.adamw(1e-2), rules), wrt=nnx.Param)
+graph, state = nnx.split((model, optimizer))
+manager = ocp.CheckpointManager(folder)
+done = manager.latest_step() or 0
+if done:
+  state = manager.restore(done, args=ocp.args.StandardRestore(state))
+  model, optimizer = nnx.merge(graph, state)
+for step in range(done, steps):
+  train_step(model, optimizer, jax.random.normal(jax.random.key(step), (8, 16)))
+  manager.save(step + 1, args=ocp.args.StandardSave(nnx.state((model, optimizer))))
+  print(step + 1, flush=True)
+manager.wait_until_finished()
+assert nms.verify(nnx.state(model, nnx.Param), rules).ok
+"""
+
+
+def test_nnx_with_orbax_killed_and_resumed_is_uninterrupted(tmp_path):
+  """`nms.sparse` in a program of a user: its state is a tree that any checkpointer saves."""
+  ocp = pytest.importorskip("orbax.checkpoint")
+  restore = ocp.args.StandardRestore()
+  (tmp_path / "train.py").write_text(NNX)
+  path = os.pathsep.join([str(ROOT), *filter(None, sys.path)])
+
+  def run(folder, kill_at=None):
+    command = [sys.executable, str(tmp_path / "train.py"), str(folder)]
+    told = []
+    with subprocess.Popen(
+      command, stdout=subprocess.PIPE, text=True, env=os.environ | {"PYTHONPATH": path}
+    ) as process:
+      for line in process.stdout:
+        told.append(int(line))
+        if told[-1] == kill_at:
+          process.kill()
+    return process.returncode, told
+
+  assert run(tmp_path / "whole") == (0, list(range(1, 41)))
+  for at in (7, 23):
+    assert run(tmp_path / "killed", at)[0] == -signal.SIGKILL
+  code, told = run(tmp_path / "killed")
+  assert code == 0 and told[0] > 8 and told[-1] == 40  # it goes on from what was saved
+  ends = [
+    jax.tree.flatten(ocp.CheckpointManager(tmp_path / name).restore(40, args=restore))
+    for name in ("whole", "killed")
+  ]
+  assert ends[0][1] == ends[1][1] and len(ends[0][0]) > 10
+  jax.tree.map(np.testing.assert_array_equal, ends[0][0], ends[1][0])
