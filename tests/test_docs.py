@@ -288,9 +288,8 @@ def test_a_page_runs_as_typed(page, said, folder):
 
 
 @pytest.mark.parametrize("page, row, names", [
-  ("README.md", r"^\| (`\w+`) \| .* \| (?:yes)? ?\|$", RECIPES),
+  ("README.md", r"^\| (`\w+`) \| .* \|$", RECIPES),
   ("README.md", r"^\| (`nm-sparsity .*?) \|", cli.COMMANDS.keys() - {"gin-path"}),
-  ("README.md", r"^\| (`\w+`) \| .* \| yes \|$", [n for n, r in RECIPES.items() if r.stateful]),
   ("docs/install.md", r"^\| (`.*?) \|", floors.EXTRAS),
   ("docs/names.md", r"^\| (`.*?) \|", nms.__all__),
 ])  # fmt: skip
