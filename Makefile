@@ -13,7 +13,7 @@ ARGS    ?=
 CONSTRAINTS ?=
 
 # Trainers contradict one another, and need Python 3.12 or newer: each has an environment of its own.
-# tests/integrations/NAME.txt has its tests, in its first line, and its packages.
+# tests/integrations/NAME.txt names its tests and its packages.
 ENVS      ?= $(basename $(notdir $(wildcard tests/integrations/*.txt)))
 PYTHON312 ?= $(shell for p in python3.12 python3.13 python3.14; do $$p -c "" 2>/dev/null && echo $$p && break; done)
 
@@ -58,7 +58,7 @@ integrations:  ## the tests of trainers, each in .venv-integrations/NAME; ENVS="
 	@said=; for name in $(ENVS); do \
 	  if ! $(MAKE) --no-print-directory .venv-integrations/$$name/.installed; then \
 	    said="$$said\n$$name: did not run, since its environment could not be made (above)"; \
-	  elif ! .venv-integrations/$$name/bin/python -m pytest -m "" -rs $$(sed -n '1s/^# //p' tests/integrations/$$name.txt) $(ARGS); then \
+	  elif ! .venv-integrations/$$name/bin/python -m pytest -m "" -rs $$(grep -oh 'tests/integrations/test_[a-z0-9_]*.py' tests/integrations/$$name.txt) $(ARGS); then \
 	    said="$$said\n$$name: tests failed"; \
 	  else said="$$said\n$$name: ok"; fi; \
 	done; printf "$$said\n"; case "$$said" in *"did not"*|*failed*) exit 1;; esac

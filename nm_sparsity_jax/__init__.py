@@ -11,6 +11,7 @@ from nm_sparsity_jax._version import __version__
 # name -> where it lies; `__getattr__` imports it.
 _HOME = {
   "NM": "core.patterns.NM",
+  "magnitude_mask": "core.masks.magnitude_mask",
   "nm_mask": "core.masks.nm_mask",
   "Phases": "core.schedules.Phases",
   "Recipe": "recipes.Recipe",
@@ -56,7 +57,7 @@ if TYPE_CHECKING:  # what type checkers and editors see; a test holds it equal t
   from nm_sparsity_jax import recipes, runs
   from nm_sparsity_jax.analysis import bench, plan, report, scores, sweep
   from nm_sparsity_jax.core import gradients, groups, masks, packed, patterns, schedules
-  from nm_sparsity_jax.core.masks import nm_mask
+  from nm_sparsity_jax.core.masks import magnitude_mask, nm_mask
   from nm_sparsity_jax.core.patterns import NM
   from nm_sparsity_jax.core.schedules import Phases
   from nm_sparsity_jax.deploy import inference_tree
@@ -87,10 +88,10 @@ if TYPE_CHECKING:  # what type checkers and editors see; a test holds it equal t
 __all__ = [
     "__version__", "NM", "Phases", "Recipe", "Rules", "apply", "bench", "configure",
     "count_steps", "dense_params", "finalize", "flops", "gradients", "groups",
-    "inference_tree", "init_state", "layers", "masks", "metrics", "nm_mask", "optim", "packed",
-    "patterns", "plan", "recipe", "recipes", "report", "roles", "rules", "runs", "schedules",
-    "scores", "sparse", "sparsify", "sr_ste", "step_count", "stored", "sweep", "update_state",
-    "verify", "workloads",
+    "inference_tree", "init_state", "layers", "magnitude_mask", "masks", "metrics", "nm_mask",
+    "optim", "packed", "patterns", "plan", "recipe", "recipes", "report", "roles", "rules", "runs",
+    "schedules", "scores", "sparse", "sparsify", "sr_ste", "step_count", "stored", "sweep",
+    "update_state", "verify", "workloads",
 ]  # fmt: skip
 
 

@@ -9,8 +9,9 @@ import tempfile
 import warnings
 from importlib import metadata
 
-# Before jax is imported: it reads these once.
+# Before jax and keras are imported: they read these once.
 os.environ["JAX_PLATFORMS"] = "cpu"
+os.environ["KERAS_BACKEND"] = "jax"
 # Most tests compile for longer than they run, so XLA leaves its optimizations out, here and in the
 # processes that tests start. AS_USERS=1 compiles as by default; `make test-slow` does.
 if not os.environ.get("AS_USERS"):

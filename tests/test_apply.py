@@ -167,7 +167,9 @@ def test_finalize_writes_zeros_and_keeps_the_bits_of_survivors(name):
   if name == "mdgf_linear":  # where the step is traced, it waits for the end by NaN
     traced = jax.jit(lambda step: nms.finalize(params, rules, step))
     same(nms.finalize(params, rules, 0, early=True), traced(16))
-    assert np.isnan(kernel(traced(15))).all()
+    early, late = np.asarray(kernel(jax.vmap(traced)(jnp.array([15, 16]))))
+    assert np.isnan(kernel(traced(15))).all() and np.isnan(early).all()
+    np.testing.assert_array_equal(late, kernel(traced(16)))
 
 
 # --- verify ---------------------------------------------------------------------------------------

@@ -66,6 +66,30 @@ def test_same_bits_and_no_collective(text, spec, kind):
   np.testing.assert_array_equal(jax.jit(mapped)(x, n), wanted)
 
 
+@pytest.mark.parametrize("axis", [(0, 1), (0, 2)])
+def test_explicit_shardings_of_joint_axes(axis):
+  """A kernel (heads, head_dim, out) whose heads and outputs are cut, eagerly and under jit."""
+  phases = nms.Phases(total=6, dense=1, finetune=1)
+  recipe = nms.recipe("idp", pattern="1:4", phases=phases)
+  tx = nms.sparse(optax.sgd(0.1), nms.Rules({"a": recipe}, axes={"a": axis}))
+
+  def train(w, update):
+    run = {"a": w}, tx.init({"a": w})
+    for _ in range(6):
+      updates, opt = update(run[0], run[1], run[0])
+      run = optax.apply_updates(run[0], updates), opt
+    return run[0]["a"]
+
+  w = jnp.asarray(np.random.default_rng(0).normal(size=(8, 4, 8)), jnp.float32)
+  want = np.asarray(train(w, tx.update))
+  with jax.set_mesh(mesh(AxisType.Explicit)):
+    sharding = NamedSharding(mesh(AxisType.Explicit), PartitionSpec("rows", None, "columns"))
+    for update in (tx.update, jax.jit(tx.update)):
+      got = train(jax.device_put(w, sharding), update)
+      assert got.sharding.is_equivalent_to(sharding, 3)
+      np.testing.assert_array_equal(np.asarray(got), want)
+
+
 def test_a_mask_varies_over_devices_as_what_it_is_made_of():
   """A weight that all devices hold has other masks where the parent differs."""
   mask = lambda w: magnitude_mask(w, "1:8", parent=w > jax.lax.axis_index("rows").astype(w.dtype))

@@ -4,15 +4,18 @@ import json
 import os
 import subprocess
 import sys
+import warnings
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from jax import export
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import nm_sparsity_jax as nms
+from nm_sparsity_jax.core import groups
 from nm_sparsity_jax.core.masks import magnitude_mask, tpu
 from nm_sparsity_jax.core.masks.selection import Kept
 
@@ -83,15 +86,43 @@ def test_what_fits_no_block_goes_the_other_way(pattern, shape, dtype, is_there):
     assert (KERNEL in for_tpu(mask, *like)) == is_there
 
 
+def over(*axes):
+  mesh = jax.make_mesh((2,), ("x",), axis_types=(AxisType.Auto,))
+  return NamedSharding(mesh, PartitionSpec(*axes))
+
+
 def test_shards_are_whole_in_shard_map_alone():
   """XLA cannot partition a kernel, so a program that it partitions itself goes the other way."""
-  mesh = jax.make_mesh((2,), ("x",))
-  spec = PartitionSpec(None, "x")
-  w = jax.ShapeDtypeStruct((64, 256), jnp.float32, sharding=NamedSharding(mesh, spec))
+  at = over(None, "x")
+  w = jax.ShapeDtypeStruct((64, 256), jnp.float32, sharding=at)
   mask = lambda w: magnitude_mask(w, "2:8")
-  assert KERNEL not in for_tpu(mask, w)
-  mapped = jax.shard_map(mask, mesh=mesh, in_specs=spec, out_specs=spec)
+  with pytest.warns(UserWarning, match="with_shardings"):
+    assert KERNEL not in for_tpu(mask, w)
+  mapped = jax.shard_map(mask, mesh=at.mesh, in_specs=at.spec, out_specs=at.spec)
   assert KERNEL in for_tpu(mapped, w)
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_several_tpus_without_shardings_are_one_warning(known, monkeypatch):
+  """Of all masks of a train step together; the line that it names brings the kernel back."""
+  monkeypatch.setattr(groups, "_PLATFORM", "cpu")  # of the mesh, which has no TPUs here
+  names = "a", "b"
+  params = {x: jax.ShapeDtypeStruct((64, 256), "float32", sharding=over(None, "x")) for x in names}
+  rules = nms.Rules({".*": nms.recipe("sr_ste", pattern="2:8", phases=PHASES)}, axes={".*": 0})
+  if known:
+    rules = rules.with_shardings(jax.tree.map(lambda x: x.sharding, params))
+  tx = nms.sparse(optax.sgd(0.1), rules)
+  whole = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=over())
+  opt = jax.tree.map(whole, jax.eval_shape(tx.init, params))  # `init` under jit sees no shardings
+  with warnings.catch_warnings(record=True) as seen:
+    warnings.simplefilter("default")
+    text = for_tpu(tx.update, params, opt, params)
+  assert ["with_shardings" in str(warning.message) for warning in seen] == [True] * (not known)
+  assert (KERNEL in text) == known
+  with warnings.catch_warnings():  # neither other platforms nor one device
+    warnings.simplefilter("error")
+    export.export(jax.jit(tx.update), platforms=["cpu", "cuda"])(params, opt, params)
+    for_tpu(lambda w: magnitude_mask(w, "2:8"), WEIGHT)
 
 
 COMPILE = """

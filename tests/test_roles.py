@@ -1,6 +1,7 @@
 """Places by name: what each family calls its kernels, and what others read of it."""
 
 import jax
+import jax.numpy as jnp
 import pytest
 
 import nm_sparsity_jax as nms
@@ -12,7 +13,7 @@ RECIPE = nms.recipe("sr_ste", pattern="1:4", phases=nms.Phases(total=8))
 # The kernels of each project by role, under "" those that have none. Taken from the trees that the
 # projects' own classes make.
 ATTENTION = {"q": "query", "k": "key", "v": "value", "o": "out"}
-FLAX = "Transformer/encoderblock_1/"
+FLAX, FLAX_ATTENTION = "Transformer/encoderblock_1/", "MultiHeadDotProductAttention"
 PROJECTS = {
   "T5X": {
     "ff": "encoder/layers_0/mlp/wi decoder/layers_0/mlp/wi_0 decoder/decoder/mlp/wo",
@@ -23,6 +24,14 @@ PROJECTS = {
   "flax's ViT": {
     "ff": f"{FLAX}MlpBlock_3/Dense_0", "stem": "embedding", "head": "head", "": "pre_logits",
     **{role: f"{FLAX}MultiHeadDotProductAttention_0/{x}" for role, x in ATTENTION.items()}},
+  "flax's WMT": {
+    "ff": "encoder/encoderblock_1/MlpBlock_0/Dense_0 "
+          "decoder/encoderdecoderblock_1/MlpBlock_0/Dense_1",
+    **{role: f"encoder/encoderblock_1/{FLAX_ATTENTION}_0/{x} "
+             f"decoder/encoderdecoderblock_1/{FLAX_ATTENTION}_0/{x} "
+             f"decoder/encoderdecoderblock_1/{FLAX_ATTENTION}_1/{x}"
+       for role, x in ATTENTION.items()},
+    "": "decoder/logitdense"},
   "big_vision's ResNet": {
     "stem": "root_block/conv_root", "conv": "block1/unit1/conv2",
     "shortcut": "block1/unit01/conv_proj", "head": "head"},
@@ -45,14 +54,39 @@ PROJECTS = {
        for role, x in ATTENTION.items()},
     "stem": "encoder/patch_embeddings", "head": "classifier",
     "ff": "encoder/layers/mlp/layers/0 encoder/layers/gate encoder/map_head/mlp/layers/2"},
+  "Keras and keras-hub": {
+    **{role: f"multi_head_attention/{x} sequential_1/grouped_query_attention_2/{x} "
+             f"transformer_encoder/self_attention_layer/{x} transformer_layer_0/self_attention/{x} "
+             f"transformer_decoder_1/cross_attention/{x} decoder_block_0/attention/{x} "
+             f"vit_encoder/transformer_block_1/mha/{x}"
+       for role, x in {**ATTENTION, "o": "attention_output"}.items()},
+    "ff": "transformer_layer_0/feedforward_gate_dense decoder_block_0/ffw_linear "
+          "vit_encoder/transformer_block_1/mlp/dense_1",
+    "": "dense_1 conv2d my_own/attention_output pooled_dense"},
+  "MaxText": {
+    "ff": "decoder/layers/mlp/wi_0 decoder/layers_3/mlp/wo decoder/layers/mlp_global/wi_1",
+    "qkv": "decoder/layers/self_attention/qkv_proj", "": "decoder/logits_dense",
+    **{role: f"decoder/layers/self_attention/{name} decoder/layers/self_attention_local/{name}"
+       for role, name in ATTENTION.items()}},
   "Gemma": {
     "q": "layer_0/attn/q_einsum/w", "k": "layer_1/attn/k_einsum/w",
     "qkv": "layer_0/attn/kv_einsum/w layer_0/attn/qkv_einsum/w",
     "o": "layer_11/attn/attn_vec_einsum/w",
     "ff": "layer_0/mlp/gating_einsum layer_0/mlp2/linear layer_0/mlp/linear/w",
     "": "layer_0/laurel/linear_left/w layer_0/mlp/router_logits/w"},
+  "Equinox": {
+    **{role: f"attention/{x}_proj/weight" for role, x in (ATTENTION | {"o": "output"}).items()},
+    "ff": "blocks/1/mlp/layers/0/weight", "": "norm/weight embedding/weight layers/0/weight"},
+  "haliax": {"ff": "block/mlp/layers/0/weight/0", "": "out/weight/0"},
+  "haiku": {
+    **{role: f"language_model/transformer/multi_head_attention_1/{x}/w"
+       for role, x in (ATTENTION | {"o": "linear"}).items()},
+    "ff": "language_model/transformer/linear_3/w net/~/mlp/~/linear_0/w",
+    "conv": "res_net18/~/block_group_0/~/block_1/~/conv_0/w", "stem": "res_net18/~/initial_conv/w",
+    "shortcut": "res_net18/~/block_group_1/~/block_0/~/shortcut_conv/w",
+    "head": "language_model/linear/w res_net18/~/logits/w", "": "linear/w lstm/linear/w"},
 }  # fmt: skip
-LEAVES = "/w", "_einsum", "/linear"  # not kernel, as elsewhere
+LEAVES = "/weight", "/weight/0", "/w", "_einsum", "layer_0/mlp2/linear"  # not kernel, as elsewhere
 
 
 def kernels_of(project):
@@ -76,6 +110,27 @@ def test_a_role_names_its_kernels_and_what_no_role_names_stays_dense(project):
     }
 
 
+@pytest.mark.parametrize(
+  "attention, kind",
+  [
+    ("decoder/layers_0/self_attention", "self"),
+    ("encoder/layers_0/attention", "self"),
+    ("decoder/layers_0/encoder_decoder_attention", "cross"),
+    ("decoder/layers_0/cross_attention_2", "cross"),
+    (f"{FLAX}{FLAX_ATTENTION}_0", "self"),
+    (f"decoder/encoderdecoderblock_11/{FLAX_ATTENTION}_0", "self"),
+    (f"decoder/encoderdecoderblock_11/{FLAX_ATTENTION}_1", "cross"),
+    # The second of a block, in a program that we do not know.
+    (f"decoder/block_0/{FLAX_ATTENTION}_1", None),
+    ("decoder/block_0/MultiHeadSelfAttention_1", "self"),
+    ("decoder/block_0/CrossAttention_0", "cross"),
+  ],
+)
+def test_self_and_cross_name_what_is_surely_one_of_them(attention, kind):
+  find = lambda place: nms.Rules({place: RECIPE}).find(f"{attention}/query/kernel")
+  assert [word for word in ("self", "cross") if find(f"{word}/q")] == ([kind] if kind else [])
+
+
 def test_a_family_from_outside_adds_to_the_vocabulary(monkeypatch):
   monkeypatch.setattr(roles, "_families", {**roles._families})
   paths = ("block_0/fc1/kernel", "block_0/mix/kernel", "block_7/fc1/kernel", "mlp/wi/kernel")
@@ -93,3 +148,56 @@ def test_a_family_from_outside_adds_to_the_vocabulary(monkeypatch):
     assert nms.Rules({"ff": RECIPE}).assign(params).places[paths[0]].axis == axis
   roles.register("own", {"ff": "b/kernel"})  # a cell that ran again
   assert "mix" not in roles.regexes() and roles.role_of("b/kernel") == "ff"
+
+
+# Of MaxText's layers: embed 32, 4 heads of 8, mlp 64.
+MAXTEXT = {
+  "self_attention/query": ((32, 4, 8), 0), "self_attention/out": ((4, 8, 32), (0, 1)),
+  "self_attention_local/qkv_proj": ((32, 8, 8), 0),
+  "mlp/wi_0": ((32, 64), 0), "mlp/wo": ((64, 32), 0), "mlp_global/wi": ((32, 2, 64), 0),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("layers", [2, 32, 64])
+@pytest.mark.parametrize("scan_axis", [None, 0, 1])
+def test_maxtext_kernels_have_the_axes_of_their_layers(scan_axis, layers):
+  """Each is the axis of the one layer, where the scan put the layers before it or into it."""
+  shapes, wanted = {}, {}
+  for name, (shape, axis) in MAXTEXT.items():
+    path = f"decoder/layers{'' if scan_axis is not None else '_1'}/{name}/kernel"
+    axes = [axis] if isinstance(axis, int) else [*axis]
+    if scan_axis is not None:
+      shape = (*shape[:scan_axis], layers, *shape[scan_axis:])
+      axes = [a + (a >= scan_axis) for a in axes]
+    shapes[path], wanted[path] = jax.ShapeDtypeStruct(shape, "float32"), tuple(axes)
+  shapes["decoder/layers/norm/scale"] = jax.ShapeDtypeStruct(
+    {0: (layers, 32), 1: (32, layers), None: (32,)}[scan_axis], "float32"
+  )
+  rules = nms.Rules(dict.fromkeys(("ff", "q", "qkv", "o"), RECIPE), optional=("qkv",))
+  sites = rules.assign(nested(shapes)).places
+  assert {path: site.groups.axes for path, site in sites.items()} == wanted
+
+
+def test_no_axis_is_guessed_where_lengths_prove_none():
+  """All of one length, and a stack that the paths of MaxText do not name: T5X's scanned decoder."""
+  square = {f"decoder/layers/mlp/{name}/kernel": (8, 8, 8) for name in ("wi_0", "wi_1", "wo")}
+  t5x = {"decoder/decoder/self_attention/out/kernel": (32, 2, 32)}
+  for shapes, place in ((square, "ff"), (t5x, "o")):
+    params = nested({path: jax.ShapeDtypeStruct(x, "float32") for path, x in shapes.items()})
+    with pytest.raises(ValueError, match="for_model"):
+      nms.Rules({place: RECIPE}).assign(params)
+
+
+def test_a_trace_agrees_with_a_layout_across_the_layers():
+  """The heads and their features lie around the layers; equal axes add no text to a checkpoint."""
+  path = "decoder/layers/self_attention/out/kernel"
+  shapes = {path: (4, 2, 8, 32), "decoder/layers/norm/scale": (32, 2)}
+  params = nested({name: jax.ShapeDtypeStruct(x, "float32") for name, x in shapes.items()})
+  rules = nms.Rules({"o": RECIPE})
+
+  def forward(params, x):
+    scale, w = jax.tree.leaves(params)
+    return jnp.einsum("bhk,hlke->ble", x, w) * scale.T[None]
+
+  found = rules.for_model(forward, params, jax.ShapeDtypeStruct((3, 4, 8), "float32"))
+  assert found == rules and found.assign(params).places[path].axis == (0, 2)

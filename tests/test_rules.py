@@ -2,6 +2,7 @@
 
 import dataclasses
 import pickle
+import re
 
 import flax.core
 import flax.linen as nn
@@ -46,6 +47,8 @@ def test_the_first_place_that_names_a_parameter_owns_it():
   assert list(rules.assign(params).places) == ["a/kernel"]
   maybe = nms.Rules({"b/kernel": OTHER, **rules.places}, {"b/kernel": 1}, optional=["b/kernel"])
   assert list(maybe.assign(params).places) == ["a/kernel"]
+  either = nms.Rules({"a/kernel|b/kernel": LINEAR}, optional=["a/kernel|b/kernel"])
+  assert list(either.assign(params).places) == ["a/kernel"]
   assert rules_text.parse(rules_text.describe(maybe)) == maybe != rules
   # A leaf that is no array, as in an equinox model.
   assert list(rules.assign({**params, "act": jax.nn.relu, "bias": None}).places) == ["a/kernel"]
@@ -53,6 +56,7 @@ def test_the_first_place_that_names_a_parameter_owns_it():
 
 X = jax.ShapeDtypeStruct((8, 8), jnp.float32)
 QUERY = tree({"encoder/layers_0/attention/query/kernel": (16, 16)})
+WO = tree({"wo/kernel": (8, 8)})
 TWICE = nms.Rules({"qkv": LINEAR, "encoder/q": OTHER})  # the first one has them all
 
 
@@ -63,6 +67,10 @@ TWICE = nms.Rules({"qkv": LINEAR, "encoder/q": OTHER})  # the first one has them
     ("none that is left.*'encoder/q'", lambda: TWICE.assign(QUERY)),
     ("optional=", lambda: nms.Rules({"ff": LINEAR}, optional=["fff"])),
     ("'qvk'.*have q", lambda: nms.Rules({"q": LINEAR, "qvk": OTHER}).assign(QUERY)),
+    (
+      "'wi' of 'wi|wo/kernel'".replace("|", r"\|"),
+      lambda: nms.Rules({"wi|wo/kernel": LINEAR}).assign(WO),
+    ),
     ("multiple of", lambda: nms.Rules({"ff": CUSTOM}).assign(tree({WI: (24, 3)}))),  # each level
     ("'attention'", lambda: nms.Rules({"attention": LINEAR}).assign(QUERY)),
     ("not known for 'a'.*'b'", lambda: nms.Rules({".*": LINEAR}).assign({"a": X, "b": X})),
@@ -112,10 +120,24 @@ def test_what_is_unusual_is_said_in_the_table_and_the_log(recipe, length, policy
     # A user's own name: a transposed convolution may have it.
     ("stem/conv1/kernel", (3, 3, 16, 8), None, None),
     ("w", (16, 16), None, None),
+    # Equinox and haiku: the bias tells, where it can.
+    ("up/weight", (16, 4), (16,), 1),
+    ("up/weight", (4, 16), (16,), 0),
+    ("w", (8, 4), (4,), 0),
+    ("up/weight", (16, 16), (16,), None),
+    ("up/weight", (16, 4), None, None),
+    # Families that are sure: stacked, too.
+    ("attention/query_proj/weight", (16, 16), None, 1),
+    ("layers/mlp/layers/0/weight", (3, 16, 16), None, 2),
+    ("net/multi_head_attention_1/linear/w", (16, 16), None, 0),
+    ("__layer_stack_no_per_layer/linear_1/w", (3, 16, 16), None, 1),
+    ("res_net18/~/initial_conv/w", (7, 7, 3, 16), None, 2),
+    ("encoder/layers/attn/out/kernel", (3, 2, 8, 16), None, (1, 2)),
+    ("encoder/map_head/attn/query/kernel", (16, 2, 8), None, 0),
   ],
 )
 def test_axes_that_names_and_shapes_tell(path, shape, bias, axis):
-  beside = path.replace("kernel", "bias")
+  beside = "b" if path == "w" else re.sub("kernel|weight", "bias", path)
   params = tree({path: shape} | ({beside: bias} if bias else {}))
   rules = nms.Rules({path: LINEAR}, indivisible="pad")
   if axis is None:
@@ -154,6 +176,8 @@ def test_rules_are_values():
   sharding = SingleDeviceSharding(jax.devices()[0])
   for one, other in (
     (make(), make().with_shardings([sharding])),
+    (make(axes={"b": (0, 1)}), make(axes={"b": np.array([0, 1])})),
+    (make(optional=["q", "ff"]), make(optional=("ff", "q"))),
     (axes, pickle.loads(pickle.dumps(make(axes={"a/kernel": np.int64(0), "b": (0, 1)})))),
   ):
     assert one == other and hash(one) == hash(other)

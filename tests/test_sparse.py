@@ -110,20 +110,22 @@ def is_two_of_eight(w):
 
 
 @functools.cache
-def loop_of_pieces():
+def loop_of_pieces(inner=INNER, names=tuple(RECIPES), steps=STEPS):
   """W, the inner state, the masks and the loss of each step, by the functions below `sparse`."""
-  chain = optax.chain(nms.sr_ste(RULES), INNER)
+  rules, start = rules_of(names), params_of(names=names)
+  link = nms.sr_ste(rules)
 
   def turn(run, step):
-    w, inner, masks = run
-    value, grads = jax.value_and_grad(lambda w: loss(nms.sparsify(w, RULES, step, masks)))(w)
-    moves, inner = relaxed(chain.update, grads, inner, w, nm_state=masks)
-    new = optax.apply_updates(w, moves)
-    run = new, inner, nms.update_state(masks, new, RULES, step + 1, grads, grads_at=w)
-    return run, (*run, value)
+    w, ours, opt, masks = run
+    value, grads = jax.value_and_grad(lambda w: loss(nms.sparsify(w, rules, step, masks)))(w)
+    moves, ours = relaxed(link.update, grads, ours, w, nm_state=masks)
+    moves, opt = relaxed(inner.update, moves, opt, w)
+    new = relaxed(optax.apply_updates, w, moves)
+    run = new, ours, opt, nms.update_state(masks, new, rules, step + 1, grads, grads_at=w)
+    return run, (new, opt, run[-1], value)
 
-  start = params_of(), chain.init(params_of()), nms.init_state(params_of(), RULES)
-  return jax.jit(lambda run: jax.lax.scan(turn, run, jnp.arange(STEPS))[1])(start)
+  start = start, link.init(start), relaxed(inner.init, start), nms.init_state(start, rules)
+  return jax.jit(lambda run: jax.lax.scan(turn, run, jnp.arange(steps))[1])(start)
 
 
 @pytest.mark.parametrize("name", RECIPES)
@@ -135,7 +137,7 @@ def test_200_steps_in_place_are_those_of_a_loop_of_the_pieces(name):
   np.testing.assert_allclose(in_place, losses, 1e-6)
   np.testing.assert_array_equal(opt.count, np.arange(STEPS + 1))
   close(w[name], at(dense[name], slice(1, None)))
-  close(inner[1][1][0].trace[name], later.inner_state[1][0].trace[name], 1e-5)
+  close(inner[1][0].trace[name], later.inner_state[1][0].trace[name], 1e-5)
   for kind in set(masks) - {"step"}:
     assert (name in masks[kind]) == (name in later.masks[kind])
     if name in masks[kind]:
@@ -243,6 +245,44 @@ def test_what_is_skipped_counts_nothing():
     assert nms.step_count(state) == state.masks["step"] == 6
 
 
+SGD, TWO = optax.sgd(0.05), ("sr_ste", "idp")
+LABELS = {name: {"kernel": "a"} for name in TWO} | {"bias": "b", "static": None}
+ALL = {name: {"kernel": True} for name in TWO} | {"bias": True, "static": None}
+WRAPPERS = {
+  "sam": lambda tx: optax.contrib.sam(tx, optax.chain(optax.contrib.normalize(), optax.sgd(0.02))),
+  "mechanize": optax.contrib.mechanize,
+  "schedule_free": lambda tx: optax.contrib.schedule_free(tx, 0.05),
+  "flatten": optax.flatten,
+  "masked": lambda tx: optax.masked(tx, ALL),
+  "multi_transform": lambda tx: optax.multi_transform({"a": tx, "b": SGD}, LABELS),
+  "a link behind": lambda tx: optax.chain(tx, optax.scale(0.5)),
+  "lookahead": lambda tx: optax.lookahead(tx, 5, 0.5),
+}
+WRAPPED_STEPS = PHASES.total + 1  # an odd number: sam ends with a step away
+
+
+@pytest.mark.parametrize("name", [name for name in WRAPPERS if name != "lookahead"])
+def test_wrappers_of_optax_inside_are_those_of_a_loop_of_the_pieces(name):
+  """And around it they are, too, or `verify` says that the weights are not n:m."""
+  start, rules, wrapped = params_of(names=TWO), rules_of(TWO), WRAPPERS[name]
+  want, *_, losses = loop_of_pieces(wrapped(SGD), TWO, WRAPPED_STEPS)
+  params, opt, seen = train(nms.sparse(wrapped(SGD), rules), start, WRAPPED_STEPS)
+  np.testing.assert_allclose(seen, losses, 1e-5)
+  w = nms.dense_params(at(params, -1), at(opt, -1))
+  close(w, at(want, -1), 1e-5)
+  assert nms.verify(at(params, -1), rules).ok
+  if name == "flatten":
+    with pytest.raises(ValueError, match="match no parameter"):
+      wrapped(nms.sparse(SGD, rules)).init(start)
+  if name in ("flatten", "sam"):  # sam makes numbers of the masks that a state keeps
+    return
+  around, *_ = train(wrapped(nms.sparse(SGD, rules)), start, WRAPPED_STEPS)
+  if name in ("masked", "multi_transform"):
+    close(around, params)
+  else:
+    assert nms.verify(at(around, -1), rules).verdict == "NOT n:m"
+
+
 # --- transformations ------------------------------------------------------------------------------
 
 
@@ -268,6 +308,28 @@ def test_parameters_of_bfloat16():
     assert is_two_of_eight(w) and np.isfinite(w).all()
 
 
+def test_without_jit():
+  """`jax.disable_jit` runs every branch by itself, for a debugger."""
+  names = "sr_ste", "sdgf_stepwise"
+  tx, params = nms.sparse(SGD, rules_of(names)), params_of(names=names)
+  runs = []
+  for without in (False, True):
+    run = params, tx.init(params)
+    with jax.disable_jit(without):
+      for _ in range(6):
+        run, _ = train_step(tx)(run)
+    runs.append(run)
+  close(*runs)
+
+
+def test_a_schedule_without_a_sparse_step_is_said_once(caplog):
+  phases = nms.Phases(total=40, dense=40)
+  nms.sparse(INNER, rules_of(["sr_ste", "one_shot"], phases=phases)).init(params_of())
+  assert caplog.text.count("no step that is sparse") == 1
+  TX.init(params_of())
+  assert caplog.text.count("no step that is sparse") == 1
+
+
 def test_zeros_are_exact_where_gradients_are_shorter_than_parameters():
   rules = rules_of(["sr_ste"])
   tx, params = nms.sparse(optax.sgd(0.1), rules), params_of(names=["sr_ste"])
@@ -287,6 +349,8 @@ def test_mistakes_are_said():
   for word, do in (
     ("needs the parameters", lambda: TX.update(params, opt)),
     ("inside", lambda: nms.sparse(optax.chain(optax.clip(1), several), RULES).init(params)),
+    ("fast and slow", lambda: nms.sparse(WRAPPERS["lookahead"](SGD), RULES).init(params)),
+    ("grad_fn=.*dense", lambda: TX.update(params, opt, params, grad_fn=jax.grad(loss))),
     ("0 states", lambda: nms.dense_params(params, INNER.init(params))),
     ("mask as state", lambda: nms.sr_ste(RULES).update(params, opt, params)),
     ("2 states", lambda: nms.dense_params(params, (opt, opt))),

@@ -61,10 +61,10 @@ def test_floors_are_what_the_package_asks_of_users():
 
 def test_ci_runs_every_trainer_and_pinned_actions():
   lists = {f.stem: f.read_text() for f in (ROOT / "tests/integrations").glob("*.txt")}
-  named = " ".join(text.partition("\n")[0] for text in lists.values()).split()
+  named = re.findall(r"tests/integrations/\w+\.py", "".join(lists.values()))
   assert {str(f.relative_to(ROOT)) for f in ROOT.glob("tests/integrations/test_*")} <= {*named}
   flows = "".join(f.read_text() for f in (ROOT / ".github/workflows").iterdir())
   (matrix,) = re.findall(r"trainer: \[(.*)\]", flows)
-  assert set(matrix.split(", ")) == lists.keys()
+  assert set(matrix.split(", ")) >= lists.keys()
   pinned = re.findall(r"uses: \S+@[0-9a-f]{40}  # v\d", flows)
   assert len(pinned) == flows.count("uses:") > 0

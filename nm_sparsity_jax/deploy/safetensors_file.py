@@ -49,7 +49,7 @@ class Opened:
     self.path = os.fspath(path)
     refuse_pickled(self.path)
     try:
-      self._file: Any = safetensors.safe_open(self.path, "np", backend="pread")
+      self._file: Any = safetensors.safe_open(self.path, "np")
       self.metadata: dict[str, str] = self._file.metadata() or {}
       self.tensors = {name: self._lazy(name) for name in self._file.keys()}
     except (safetensors.SafetensorError, IsADirectoryError, KeyError) as e:

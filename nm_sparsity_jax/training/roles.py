@@ -2,10 +2,10 @@
 
     'decoder/cross/qkv' -> [matcher] -> a test of whole parameter paths -> rules
     parameter path      -> [role_of] -> its role                        -> plan, flops, scores
-    path, rank          -> [axis_of] -> the axis that it is summed over -> rules
+    path, shapes        -> [axis_of] -> the axis that it is summed over -> rules
 
 The families are T5, flax's ViT and its attention, timm's (of the vision models here),
-big_vision's, Kauldron's, jimm's, and Gemma. `register` adds a family from outside.
+big_vision's, Kauldron's, jimm's, and those of decoders and Keras below. `register` adds a family.
 
 >>> role_of("layers_0/blocks_1/attn/q/kernel"), role_of("layer1_0/downsample_conv/kernel")
 ('q', 'shortcut')
@@ -46,7 +46,9 @@ def register(
     narrow: word -> regex of the paths that it narrows a role to, as 'decoder' in 'decoder/ff'.
     layouts: regex of whole paths -> a letter an axis, 'i' for one that the product sums over, as
       'iio' of a kernel (heads, head_dim, embed); several, for several ranks, with blanks between.
-      Give those alone that no configuration changes; `Rules.for_model` tells all others.
+      Give those alone that no configuration changes; `Rules.for_model` tells all others. An 's' is
+      the axis of a scan's layers, 0 or 1. Such a layout counts where all parameters below the
+      folder that the regex calls `stack`, '(?P<stack>layers/).*', are equally long there alone.
   """
   for regex in (*roles.values(), *(narrow or {}).values(), *(layouts or {})):
     compiled(regex, f"the family {family!r}")
@@ -105,14 +107,23 @@ def role_of(path: str) -> str | None:
   return next((role for role, regex in known if re.fullmatch(regex, path)), None)
 
 
-def axis_of(path: str, rank: int) -> tuple[int, ...] | None:
+def axis_of(path: str, shapes: Mapping[str, tuple[int, ...]]) -> tuple[int, ...] | None:
   """Returns the axes that the product sums over, where the family of a kernel is sure of them."""
   for _, _, layouts in _families.values():
     for regex, texts in layouts.items():
+      if not (found := compiled(regex, "a family").fullmatch(path)):
+        continue
       for layout in texts.split():
-        if len(layout) == rank and compiled(regex, "a family").fullmatch(path):
+        fits = len(layout) == len(shapes[path])
+        if fits and ("s" not in layout or _stacked(found["stack"], shapes) == [layout.index("s")]):
           return tuple(i for i, letter in enumerate(layout) if letter == "i")
   return None
+
+
+def _stacked(folder: str, shapes: Mapping[str, tuple[int, ...]]) -> list[int]:
+  """Returns which of the first two axes are equally long in all parameters below a folder."""
+  stack = [shape for p, shape in shapes.items() if p.startswith(folder) and len(shape) > 1]
+  return [axis for axis in (0, 1) if len({shape[axis] for shape in stack}) == 1]
 
 
 def _joined(pairs: Iterable[tuple[str, str]]) -> dict[str, str]:
@@ -127,6 +138,15 @@ def _joined(pairs: Iterable[tuple[str, str]]) -> dict[str, str]:
 
 _T5_ATTENTION = r"(.*/)?(\w*attention(_\d+)?)/"
 _FLAX_ATTENTION = r"(.*/)?(\w*Attention(_\d+)?)/"
+
+
+# An attention that is told from others of its block by a number alone: the second one of a block
+# is neither `self` nor `cross`, but for flax's WMT example, whose block fixes the order.
+_CROSS = (
+  r"(.*/)?(encoder_decoder_attention|\w*[cC]ross_?[aA]tt(n|ention)\w*"
+  r"|encoderdecoderblock_\d+/MultiHeadDotProductAttention_1)/"
+)
+_SECOND = r"(.*/)?((?![sS]elf)\w)*[aA]ttention_[1-9]\d*/"
 
 
 def _attention_roles(prefix: str) -> dict[str, str]:
@@ -146,8 +166,8 @@ register(
   {
     "encoder": r"(.*/)?encoder/.*",
     "decoder": r"(.*/)?decoder/.*",
-    "self": r"(?!.*encoder_decoder_attention/).*[aA]ttention.*",
-    "cross": r"(.*/)?encoder_decoder_attention/.*",
+    "self": rf"(?!{_CROSS})(?!{_SECOND}).*[aA]ttention.*",
+    "cross": rf"{_CROSS}.*",
   },
 )
 
@@ -164,6 +184,12 @@ register(
     **_attention_roles(_FLAX_ATTENTION),
   },
   {"encoder": r"(.*/)?encoderblock(_\d+)?/.*"},
+  # Of flax's own class, under the name that flax gives it. Other classes may have dense kernels,
+  # which a scan stacks to the same rank.
+  {
+    r"(.*/)?MultiHeadDotProductAttention_\d+/(query|key|value)/kernel": "ioo",
+    r"(.*/)?MultiHeadDotProductAttention_\d+/out/kernel": "iio",
+  },
 )
 
 # big_vision: what its ViT has beside flax's, also scanned, and its ResNets (bit, bit_paper).
@@ -188,7 +214,7 @@ register(
   },
 )
 
-# jimm (jax-image-models): its blocks are always stacked, on axis 0.
+# jimm (jax-image-models): its blocks are always stacked, on axis 0. Those of `map_head` are not.
 register(
   "jimm",
   {
@@ -196,6 +222,13 @@ register(
     **_attention_roles(r"(.*/)?(layers|map_head)/attn/"),
     "stem": r"(.*/)?patch_embeddings/kernel",
     "head": r"classifier/kernel",
+  },
+  layouts={
+    r"(.*/)?layers/(mlp/layers/\d+|gate|up|down)/kernel": "oio",
+    r"(.*/)?layers/attn/(query|key|value)/kernel": "oioo",
+    r"(.*/)?layers/attn/out/kernel": "oiio",
+    r"(.*/)?map_head/attn/(query|key|value)/kernel": "ioo",
+    r"(.*/)?map_head/attn/out/kernel": "iio",
   },
 )
 
@@ -233,6 +266,60 @@ register(
   },
 )
 
+# Keras' attention under its default names, and the blocks of keras-hub. A T5X attention is also
+# called self_attention, and may be stacked by a scan, so the block is part of these names.
+_KERAS_GEMMA = r"(.*/)?decoder_block_\d+/"
+_KERAS_ATTENTION = (
+  r"(.*/)?((multi_head|grouped_query)_attention(_\d+)?|transformer_block_\d+/mha"
+  r"|transformer_(layer|encoder|decoder)\w*/((self|cross)_)?attention(_layer)?)/"
+)
+_KERAS_QKV = {"q": "query", "k": "key", "v": "value"}
+register(
+  "keras",
+  {
+    "ff": r"(.*/)?feedforward_(intermediate|gate|output)_dense/kernel"
+    rf"|(.*/)?transformer_block_\d+/mlp/dense_[12]/kernel|{_KERAS_GEMMA}ffw_\w+/kernel",
+    **{
+      role: rf"({_KERAS_ATTENTION}|{_KERAS_GEMMA}attention/){name}/kernel"
+      for role, name in {**_KERAS_QKV, "o": "attention_output"}.items()
+    },
+  },
+  {"encoder": r"(.*/)?transformer_encoder\w*/.*", "decoder": r"(.*/)?transformer_decoder\w*/.*"},
+  {
+    r"(.*/)?conv[123]d(_\d+)?/kernel": "oio ooio oooio",
+    rf"{_KERAS_ATTENTION}(query|key|value)/kernel": "ioo",
+    rf"{_KERAS_GEMMA}attention/(query|key|value)/kernel": "oio",
+    rf"({_KERAS_ATTENTION}|{_KERAS_GEMMA}attention/)attention_output/kernel": "iio",
+  },
+)
+
+# --- decoders ---------------------------------------------------------------------------------
+
+# MaxText. Its `param_scan_axis` is 1 or 0, which no path tells. A scanned T5 of T5X has a folder
+# decoder/decoder/ and is another matter: there a rank of 3 is one of layers.
+_MAXTEXT_LAYER = r"(.*/)?decoder/(layers_remainder/)?(\w+_)?layers_\d+/"
+_MAXTEXT_STACK = r"(?P<stack>(.*/)?decoder/layers/)(.*/)?"
+_MAXTEXT_ATTENTION = r"self_attention(_local|_global)?/"
+_MAXTEXT_QKV = _MAXTEXT_ATTENTION + r"(query|key|value|qkv_proj)/kernel"
+_MAXTEXT_OUT = _MAXTEXT_ATTENTION + r"out/kernel"
+_MAXTEXT_FF = r"mlp(_local|_global)?/w[io](_\d)?/kernel"
+register(
+  "maxtext",
+  {
+    "ff": r"(.*/)?decoder/.*" + _MAXTEXT_FF,
+    **_attention_roles(r"(.*/)?decoder/.*" + _MAXTEXT_ATTENTION),
+    "qkv": r"(.*/)?decoder/.*" + _MAXTEXT_ATTENTION + r"qkv_proj/kernel",
+  },
+  layouts={
+    _MAXTEXT_LAYER + _MAXTEXT_QKV: "ioo",
+    _MAXTEXT_LAYER + _MAXTEXT_OUT: "iio",
+    _MAXTEXT_LAYER + _MAXTEXT_FF: "io ioo",  # rank 3: fused_mlp
+    _MAXTEXT_STACK + _MAXTEXT_QKV: "isoo sioo",
+    _MAXTEXT_STACK + _MAXTEXT_OUT: "isio siio",
+    _MAXTEXT_STACK + _MAXTEXT_FF: "iso sio isoo sioo",
+  },
+)
+
 # --- language models -------------------------------------------------------------------------
 
 # google-deepmind's Gemma 2, 3, 3n and 4. A configuration may turn gating_einsum, but not that of
@@ -252,5 +339,43 @@ register(
     _GEMMA + r"attn/(q|k|kv|qkv)_einsum/w": "oio ooio",
     _GEMMA + r"mlp2?/linear(/w)?": "io oio",
     _GEMMA + r"mlp/gating_einsum/w": "oooi",
+  },
+)
+
+# --- Equinox, haliax, haiku -----------------------------------------------------------------------
+
+# Equinox: its own attention and MLP, one by one or stacked by `filter_vmap`.
+_EQX = {"q": "query", "k": "key", "v": "value", "o": "output"}
+register(
+  "equinox",
+  {
+    "ff": r"(.*/)?mlp/layers/\d+/weight",
+    **{role: rf"(.*/)?{name}_proj/weight" for role, name in _EQX.items()},
+  },
+  layouts={r"(.*/)?(mlp/layers/\d+|(query|key|value|output)_proj)/weight": "oi ooi"},
+)
+
+# haliax: a weight is a NamedArray, whose axes lie in the order that a program names them in.
+register("haliax", {"ff": r"(.*/)?mlp/layers/\d+/weight/0"})
+
+# haiku: its attention, MLP and ResNet, and the transformer of its examples. `layer_stack` stacks on
+# axis 0.
+_HAIKU = {"q": "query", "k": "key", "v": "value", "o": "linear"}
+_HAIKU_LINEAR = r"(linear(_\d+)?|logits|multi_head_attention(_\d+)?/(query|key|value))"
+_HAIKU_BLOCK = r"(.*/)?block_group_\d+/~/block_\d+/~/"
+register(
+  "haiku",
+  {
+    "ff": r"(.*/)?(mlp(_\d+)?/~/linear_\d+|transformer/linear(_\d+)?)/w",
+    **{role: rf"(.*/)?multi_head_attention(_\d+)?/{name}/w" for role, name in _HAIKU.items()},
+    "stem": r"(.*/)?initial_conv/w",
+    "conv": f"{_HAIKU_BLOCK}conv_\\d/w",
+    "shortcut": f"{_HAIKU_BLOCK}shortcut_conv/w",
+    "head": r"(.*/)?(logits|language_model/linear)/w",
+  },
+  layouts={
+    rf"(.*/)?{_HAIKU_LINEAR}/w": "io",
+    rf"(.*/)?__layer_stack\w*/(.*/)?{_HAIKU_LINEAR}/w": "oio",
+    r"(.*/)?(conv2_d(_\d+)?|initial_conv|conv_\d|shortcut_conv)/w": "ooio",
   },
 )

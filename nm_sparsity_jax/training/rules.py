@@ -16,6 +16,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 from jax.sharding import NamedSharding
 
 from nm_sparsity_jax.core import masks, trace
@@ -33,7 +34,8 @@ _Shapes = tuple[tuple[str, tuple[int, ...]], ...]  # (path, shape) of each param
 # (..., in, out). Names that a user chose tell nothing: it may be a transposed convolution.
 _CONV = re.compile(r"(.*/)?Conv_\d+/kernel")
 _CONV_ROLES = ("stem", "conv", "shortcut")
-_EINSUM = re.compile(r"(.*/)?Einsum_\d+/kernel")  # its kernel may be (out, in)
+# flax's and Keras' own names; such a kernel may be (out, in).
+_EINSUM = re.compile(r"(.*/)?(Einsum_\d+|einsum_dense(_\d+)?)/kernel")
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -83,7 +85,7 @@ class Rules:
     axes = {regex: _one_or_several(axis) for regex, axis in (self.axes or {}).items()}
     object.__setattr__(self, "places", dict(self.places))
     object.__setattr__(self, "axes", axes)
-    object.__setattr__(self, "optional", tuple(self.optional))
+    object.__setattr__(self, "optional", tuple(sorted(self.optional)))
     if unknown := {*self.optional} - {*self.places, *axes}:
       raise ValueError(f"optional={sorted(unknown)} are no places and no axes of these rules.")
     _ = self._matchers, self._axes  # what is no regular expression raises here
@@ -216,7 +218,7 @@ class Rules:
         # Checkpoints hold the text of rules, so no axis is added where the default is right.
         default = _default_axis(path, shapes)
         # `check_axis` makes both sides ascending, non-negative ints.
-        if default is None or masks.check_axis(shape, default) != known:
+        if default is None or masks.check_axis(shape, default, gaps=True) != known:
           found[re.escape(path)] = _one_or_several(known)
       # With gaps, since groups may lie along axes that are not adjacent.
       elif known is not None and masks.check_axis(shape, by_hand, gaps=True) != known:
@@ -328,17 +330,23 @@ class Rules:
     """Refuses places and axes that name no parameter: a wrong word would change nothing."""
     found = {*map(self.match, shapes), *self.optional}
     idle = [repr(place) for place in self.places if place not in found]
+    for place, regex in self._matchers:
+      # 'wi|wo/kernel' means 'wi' or 'wo/kernel'.
+      parts = _alternatives(place) if regex.pattern == place else []
+      if place in found and place not in self.optional and len(parts) > 1:
+        matched = lambda part: any(map(roles.compiled(part, "a place").fullmatch, shapes))
+        idle += [f"{part!r} of {place!r}" for part in parts if not matched(part)]
     for regex, axis in self._axes:
       if regex.pattern not in found and not any(map(regex.fullmatch, shapes)):
         idle.append(f"axes={{{regex.pattern!r}: {axis}}}")
     if idle:
       have = ", ".join(dict.fromkeys(filter(None, map(roles.role_of, shapes)))) or "no roles"
       raise ValueError(
-        f"rules that match no parameter, or none that is left: {', '.join(idle)}. The {len(shapes)} parameters begin "
-        f"{', '.join([*shapes][:4])} and have {have}. A place (gin: in SPARSITY_RULES) is a role "
-        f"({', '.join(roles.regexes())}; narrowed as in encoder/ff, decoder/cross/qkv) or a regex "
-        "for the whole path, such as '.*/kernel'; nms.roles.register adds roles, and optional= "
-        "lists places that may match nothing."
+        f"rules that match no parameter, or none that is left: {', '.join(idle)}. The "
+        f"{len(shapes)} parameters begin {', '.join([*shapes][:4])} and have {have}. A place (gin: "
+        f"in SPARSITY_RULES) is a role ({', '.join(roles.regexes())}; narrowed as in encoder/ff, "
+        "decoder/cross/qkv) or a regex for the whole path, such as '.*/kernel'; nms.roles.register "
+        "adds roles, and optional= lists places that may match nothing."
       )
 
 
@@ -346,13 +354,16 @@ def _default_axis(path: str, shapes: Mapping[str, tuple[int, ...]]) -> masks.Axi
   """Returns the axis that a stored kernel is contracted along, None where that is in doubt.
 
   A family of `roles` may be sure of it. A `kernel` of rank 2 is contracted along its first axis.
-  That of a convolution is (..., in, out), and is contracted along the last but one. A bias beside it has the length of the outputs: if that
-  is not the last axis, the layout is in doubt.
+  That of a convolution is (..., in, out), and is contracted along the last but one. A bias beside
+  it has the length of the outputs: if that is not the last axis, the layout is in doubt. It alone
+  tells what a `weight` or a `w` is.
   """
-  folder, _, name = path.rpartition("/")
-  shape, bias = shapes[path], shapes.get(f"{folder}/bias" if folder else "bias")
-  if axes := roles.axis_of(path, len(shape)):
+  folder, mark, name = path.rpartition("/")
+  shape, bias = shapes[path], shapes.get(f"{folder}{mark}{'b' if name == 'w' else 'bias'}")
+  if axes := roles.axis_of(path, shapes):
     return _one_or_several(axes)
+  if name in ("weight", "w") and len(shape) == 2 and shape[0] != shape[1]:
+    return {shape[:1]: 1, shape[1:]: 0}.get(bias)
   if name != "kernel" or bias not in (None, shape[-1:]):
     return None
   if len(shape) == 2:
@@ -360,6 +371,18 @@ def _default_axis(path: str, shapes: Mapping[str, tuple[int, ...]]) -> masks.Axi
   is_conv = _CONV.fullmatch(path) or roles.role_of(path) in _CONV_ROLES
   # The window has 1, 2 or 3 dimensions; in and out are two more.
   return -2 if 3 <= len(shape) <= 5 and is_conv else None
+
+
+def _alternatives(regex: str) -> list[str]:
+  """Returns what a regex joins by '|', outside of brackets."""
+  parts, depth = [""], 0
+  for token in re.findall(r"\\.|\[\^?\]?(?:\\.|[^]\\])*\]|.", regex):
+    depth += (token == "(") - (token == ")")
+    if token == "|" and not depth:
+      parts.append("")
+    else:
+      parts[-1] += token
+  return parts
 
 
 def _recipe_text(recipe: Recipe) -> str:
@@ -378,6 +401,6 @@ def _shapes(params: Any) -> _Shapes:
 
 
 def _one_or_several(axis: masks.Axis) -> masks.Axis:
-  """Returns (0,) as 0, and numpy's ints as Python's, so that equal rules are equal."""
-  axes = tuple(map(int, axis)) if isinstance(axis, Sequence) else (int(axis),)
+  """Returns (0,) as 0, and numpy's ints and arrays as Python's, so that equal rules are equal."""
+  axes = tuple(int(a) for a in np.atleast_1d(np.asarray(axis)))
   return axes[0] if len(axes) == 1 else axes

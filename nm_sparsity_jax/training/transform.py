@@ -12,6 +12,7 @@ mixed precision. So loss, evaluation, checkpoint and export see the weights that
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -23,11 +24,13 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from nm_sparsity_jax.core.gradients import wider
 from nm_sparsity_jax.core.trees import flatten, map_with_names
+from nm_sparsity_jax.recipes.levels import when
 from nm_sparsity_jax.training import rules_text, stored
 from nm_sparsity_jax.training.apply import check_floating
 from nm_sparsity_jax.training.rules import Rules
 from nm_sparsity_jax.training.sites import Site
 
+_log = logging.getLogger(__name__)
 # In place of W where no rule names a parameter: a node without leaves, so all leaves are arrays.
 _NONE = optax.MaskedNode()
 # States of optimizers that skip updates.
@@ -70,8 +73,13 @@ def sparse(tx: optax.GradientTransformation, rules: Rules) -> optax.GradientTran
 
   where pulled(g) is g * (mask + D(t) * (1 - mask)), or g itself, by the recipe's gradient mode.
 
-  It is the outermost transformation, but for `optax.MultiSteps` and `optax.apply_if_finite`, which
-  stand around it: what they skip counts nothing. Clipping and schedules go inside.
+  Inside goes what moves parameters: clipping, schedules, `optax.flatten`, and `mechanize`, `sam`
+  and `schedule_free` of `optax.contrib`, which then move W. (`sam` takes two updates a step, and
+  both count. The average of `schedule_free` is one of W.) Around it goes what hands whole updates
+  on or skips them: `optax.MultiSteps`, `optax.apply_if_finite`; what they skip counts nothing.
+  `optax.masked` and `optax.multi_transform` go on either side. What changes its updates, such as a
+  later link of a chain, makes parameters that are not W~. Nothing here can see that, and
+  `nms.verify` says "NOT n:m".
 
   The first forward pass sees the weights that you start from, also with `dense=0`. They are taken
   as W at the first update, so weights may be loaded after `init`. `optax.apply_updates` adds
@@ -92,15 +100,25 @@ def sparse(tx: optax.GradientTransformation, rules: Rules) -> optax.GradientTran
   def init(params):
     nonlocal rules  # under jit `update` cannot see how arrays are sharded, so `init` notes it
     sites = rules.assign(params).places
+    for phases in {site.recipe.phases: None for site in sites.values()}:
+      if phases.dense == phases.total:
+        _log.warning("%s has no step that is sparse: the last update prunes at one stroke", phases)
     shardings = _shardings_of(params)
     rules = rules.with_shardings(shardings) if shardings else rules
     dense = map_with_names(lambda p, w: _master(p, w) if p in sites else _NONE, params)
+    # A box of flax around nothing is a leaf to nnx, and has no shape.
+    is_empty = lambda x: not jax.tree.leaves(x)
+    dense = jax.tree.map(lambda x: _NONE if is_empty(x) else x, dense, is_leaf=is_empty)
     with _relaxed():
       inner_state = inner.init(params)
     if found := states(inner_state, *SKIPPING):
       raise ValueError(
         f"nms.sparse is wrapped around a {type(found[0]).__name__}, and would count updates "
         "that it skips: put nms.sparse inside, as in optax.MultiSteps(nms.sparse(tx, rules), k)."
+      )
+    if states(inner_state, optax.LookaheadState):
+      raise ValueError(
+        "optax.lookahead trains fast and slow parameters, and nms.sparse has one W: leave one out."
       )
     masks = stored.init_state(params, rules)
     # An array, so that every trainer saves it, and a checkpoint knows its own rules.
@@ -113,6 +131,11 @@ def sparse(tx: optax.GradientTransformation, rules: Rules) -> optax.GradientTran
   def update(updates, state, params=None, **extra):
     if params is None:
       raise ValueError("nms.sparse needs the parameters: tx.update(grads, state, params).")
+    if functions := [name for name, value in extra.items() if callable(value)]:
+      raise ValueError(
+        f"{functions[0]}=: the optimizer would call it at the dense weights W, and the network "
+        "computes with W~: take one that needs no such function (of sam: opaque_mode=False)."
+      )
     # The gradient at W.
     sites = rules.assign(params).places
     step = _checked_step(state, rules, sites)
@@ -123,7 +146,7 @@ def sparse(tx: optax.GradientTransformation, rules: Rules) -> optax.GradientTran
     if masks:
       # Parameters may be loaded after `init`, so the first update makes the masks anew.
       first = lambda: stored.init_state(_replaced(params, w_by_path), rules)
-      masks = jax.lax.cond(state.count == 0, first, lambda: state.masks)
+      masks = when(scalar(state.count) == 0, first, lambda: state.masks)
     g_w = {}
     for path, site in sites.items():
       at, mask = stored.current(site, step, masks)

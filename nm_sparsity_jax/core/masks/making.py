@@ -20,7 +20,7 @@ Axis = int | Sequence[int]
 
 
 def nm_mask(scores: jax.Array, pattern: NM | str, axis: Axis = 0) -> jax.Array:
-  """Marks the `n` largest scores in each group of `m` along `axis`.
+  """Marks the `n` largest scores in each group of `m` along `axis`; of weights: `magnitude_mask`.
 
   With G(i) the group of i and s the scores,
 
