@@ -190,6 +190,22 @@ def test_resumed_is_uninterrupted_bit_for_bit(whole, tmp_path):
   assert losses(tmp_path) == losses(whole[0])
 
 
+def test_hold_keeps_the_zeros_of_another_run_and_resumes(whole, tmp_path):
+  model = model_of(recipe="hold", dense_steps=0)
+  start = dict(initial_checkpoint=str(whole[0] / "checkpoint_24"), pretrained_steps=24)
+  go = lambda name, **fields: train.train(run_of(tmp_path / name, model, **start, **fields))
+  stop = at_step(9, lambda: os.kill(os.getpid(), signal.SIGTERM))
+  assert go("whole") == go("stopped", learning_rate=stop) == go("stopped") == 0
+  ends = [read(tmp_path / name, 48) for name in ("whole", "stopped")]
+  assert_same(*ends)
+  kernels = [k for k in ends[0] if k.startswith("target/") and "/mlp/" in k]
+  assert len(kernels) == 6
+  for key in kernels:
+    before, after = whole[1][key] != 0, ends[0][key] != 0
+    assert not (after & ~before).any() and (whole[1][key] != ends[0][key]).any()
+    assert not after.reshape(-1, 8, after.shape[-1]).sum(1).max() > 1
+
+
 def test_an_evaluation_that_a_kill_cut_off_is_made_up_for(tmp_path):
   model = model_of(recipe="one_shot", dense_steps=1, finetune_steps=0)
   losses = functools.partial(EVALUATION, num_examples=0)

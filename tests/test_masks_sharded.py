@@ -69,13 +69,13 @@ def test_same_bits_and_no_collective(text, spec, kind):
 @pytest.mark.parametrize("axis", [(0, 1), (0, 2)])
 def test_explicit_shardings_of_joint_axes(axis):
   """A kernel (heads, head_dim, out) whose heads and outputs are cut, eagerly and under jit."""
-  phases = nms.Phases(total=4, dense=1, finetune=1)
+  phases = nms.Phases(total=6, dense=1, finetune=1)
   recipe = nms.recipe("idp", pattern="1:4", phases=phases)
   tx = nms.sparse(optax.sgd(0.1), nms.Rules({"a": recipe}, axes={"a": axis}))
 
   def train(w, update):
     run = {"a": w}, tx.init({"a": w})
-    for _ in range(4):
+    for _ in range(6):
       updates, opt = update(run[0], run[1], run[0])
       run = optax.apply_updates(run[0], updates), opt
     return run[0]["a"]

@@ -74,6 +74,17 @@ PROJECTS = {
     "o": "layer_11/attn/attn_vec_einsum/w",
     "ff": "layer_0/mlp/gating_einsum layer_0/mlp2/linear layer_0/mlp/linear/w",
     "": "layer_0/laurel/linear_left/w layer_0/mlp/router_logits/w"},
+  "Equinox": {
+    **{role: f"attention/{x}_proj/weight" for role, x in (ATTENTION | {"o": "output"}).items()},
+    "ff": "blocks/1/mlp/layers/0/weight", "": "norm/weight embedding/weight layers/0/weight"},
+  "haliax": {"ff": "block/mlp/layers/0/weight/0", "": "out/weight/0"},
+  "haiku": {
+    **{role: f"language_model/transformer/multi_head_attention_1/{x}/w"
+       for role, x in (ATTENTION | {"o": "linear"}).items()},
+    "ff": "language_model/transformer/linear_3/w net/~/mlp/~/linear_0/w",
+    "conv": "res_net18/~/block_group_0/~/block_1/~/conv_0/w", "stem": "res_net18/~/initial_conv/w",
+    "shortcut": "res_net18/~/block_group_1/~/block_0/~/shortcut_conv/w",
+    "head": "language_model/linear/w res_net18/~/logits/w", "": "linear/w lstm/linear/w"},
   "Tunix": {
     "q": "layers/0/attn/q_proj/w layers/1/attn/q_einsum/w", "k": "layers/0/attn/k_proj/w",
     "v": "layers/0/attn/v_proj/w", "o": "layers/0/attn/o_proj/w layers/0/attn/attn_vec_einsum/w",
@@ -83,7 +94,7 @@ PROJECTS = {
   "NNX": {role: f"attn/{x} layers/0/self_attention/{x} blocks/1/cross_attn/{x} mha/{x}"
           for role, x in ATTENTION.items()},
 }  # fmt: skip
-LEAVES = "/w", "_einsum", "/linear"  # not kernel, as elsewhere
+LEAVES = "/weight", "/weight/0", "/w", "_einsum", "layer_0/mlp2/linear"  # not kernel, as elsewhere
 
 
 def kernels_of(project):

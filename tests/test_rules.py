@@ -2,6 +2,7 @@
 
 import dataclasses
 import pickle
+import re
 
 import flax.core
 import flax.linen as nn
@@ -119,10 +120,24 @@ def test_what_is_unusual_is_said_in_the_table_and_the_log(recipe, length, policy
     # A user's own name: a transposed convolution may have it.
     ("stem/conv1/kernel", (3, 3, 16, 8), None, None),
     ("w", (16, 16), None, None),
+    # Equinox and haiku: the bias tells, where it can.
+    ("up/weight", (16, 4), (16,), 1),
+    ("up/weight", (4, 16), (16,), 0),
+    ("w", (8, 4), (4,), 0),
+    ("up/weight", (16, 16), (16,), None),
+    ("up/weight", (16, 4), None, None),
+    # Families that are sure: stacked, too.
+    ("attention/query_proj/weight", (16, 16), None, 1),
+    ("layers/mlp/layers/0/weight", (3, 16, 16), None, 2),
+    ("net/multi_head_attention_1/linear/w", (16, 16), None, 0),
+    ("__layer_stack_no_per_layer/linear_1/w", (3, 16, 16), None, 1),
+    ("res_net18/~/initial_conv/w", (7, 7, 3, 16), None, 2),
+    ("encoder/layers/attn/out/kernel", (3, 2, 8, 16), None, (1, 2)),
+    ("encoder/map_head/attn/query/kernel", (16, 2, 8), None, 0),
   ],
 )
 def test_axes_that_names_and_shapes_tell(path, shape, bias, axis):
-  beside = path.replace("kernel", "bias")
+  beside = "b" if path == "w" else re.sub("kernel|weight", "bias", path)
   params = tree({path: shape} | ({beside: bias} if bias else {}))
   rules = nms.Rules({path: LINEAR}, indivisible="pad")
   if axis is None:

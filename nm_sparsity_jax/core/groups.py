@@ -88,16 +88,6 @@ class Groups:
     Returns:
       What `function` returns, in the weight's own order and without padding.
     """
-    sharding = jax.typeof(arrays[0]).sharding
-    if sharding.mesh.explicit_axes:
-      # Under explicit sharding a reshape must say how its output lies, and groups are reshapes.
-      traced = (scalar,) if isinstance(scalar, jax.Array) else ()
-
-      def call(*args):
-        at = args[0] if traced else scalar
-        return self.apply(function, *args[len(traced) :], scalar=at)
-
-      return jax.sharding.auto_axes(call, out_sharding=sharding)(*traced, *arrays)
     if self._by_shard():
       assert self.sharding is not None
       spec, mesh = self.sharding.spec, self.sharding.mesh
@@ -108,6 +98,16 @@ class Groups:
       call = lambda scalar, *arrays: whole.apply(function, *arrays, scalar=scalar)
       specs = (PartitionSpec(), *[spec] * len(arrays))
       return jax.shard_map(call, mesh=mesh, in_specs=specs, out_specs=spec)(scalar, *arrays)
+    sharding = jax.typeof(arrays[0]).sharding
+    if sharding.mesh.explicit_axes:
+      # Under explicit sharding a reshape must say how its output lies, and groups are reshapes.
+      traced = (scalar,) if isinstance(scalar, jax.Array) else ()
+
+      def call(*args):
+        at = args[0] if traced else scalar
+        return self.apply(function, *args[len(traced) :], scalar=at)
+
+      return jax.sharding.auto_axes(call, out_sharding=sharding)(*traced, *arrays)
     if scalar is not None:
       function = functools.partial(function, scalar)
     is_adjacent = self.axes[-1] - self.axes[0] == len(self.axes) - 1

@@ -10,7 +10,7 @@ hosts know one another (a TPU slice, Slurm), with three flags more where they do
 arguments are Kauldron's.
 """
 
-# pyright: reportMissingImports=false, reportMissingModuleSource=false
+# pyright: reportMissingImports=false, reportMissingModuleSource=false, reportAttributeAccessIssue=false
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import flax
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from flax import struct
 from kauldron import kd
 
 from nm_sparsity_jax.core.trees import flatten
@@ -53,7 +53,7 @@ class Sparsity(kd.metrics.Metric):
   opt_state: kd.kontext.Key = "opt_state"
   updates: kd.kontext.Key | None = "updates"
 
-  @flax.struct.dataclass
+  @struct.dataclass
   class State(kd.metrics.State):
     """Name -> value; `D` is NaN where the rules are others."""
 

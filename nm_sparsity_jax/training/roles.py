@@ -214,7 +214,7 @@ register(
   },
 )
 
-# jimm (jax-image-models): its blocks are always stacked, on axis 0.
+# jimm (jax-image-models): its blocks are always stacked, on axis 0. Those of `map_head` are not.
 register(
   "jimm",
   {
@@ -222,6 +222,13 @@ register(
     **_attention_roles(r"(.*/)?(layers|map_head)/attn/"),
     "stem": r"(.*/)?patch_embeddings/kernel",
     "head": r"classifier/kernel",
+  },
+  layouts={
+    r"(.*/)?layers/(mlp/layers/\d+|gate|up|down)/kernel": "oio",
+    r"(.*/)?layers/attn/(query|key|value)/kernel": "oioo",
+    r"(.*/)?layers/attn/out/kernel": "oiio",
+    r"(.*/)?map_head/attn/(query|key|value)/kernel": "ioo",
+    r"(.*/)?map_head/attn/out/kernel": "iio",
   },
 )
 
@@ -332,6 +339,44 @@ register(
     _GEMMA + r"attn/(q|k|kv|qkv)_einsum/w": "oio ooio",
     _GEMMA + r"mlp2?/linear(/w)?": "io oio",
     _GEMMA + r"mlp/gating_einsum/w": "oooi",
+  },
+)
+
+# --- Equinox, haliax, haiku -----------------------------------------------------------------------
+
+# Equinox: its own attention and MLP, one by one or stacked by `filter_vmap`.
+_EQX = {"q": "query", "k": "key", "v": "value", "o": "output"}
+register(
+  "equinox",
+  {
+    "ff": r"(.*/)?mlp/layers/\d+/weight",
+    **{role: rf"(.*/)?{name}_proj/weight" for role, name in _EQX.items()},
+  },
+  layouts={r"(.*/)?(mlp/layers/\d+|(query|key|value|output)_proj)/weight": "oi ooi"},
+)
+
+# haliax: a weight is a NamedArray, whose axes lie in the order that a program names them in.
+register("haliax", {"ff": r"(.*/)?mlp/layers/\d+/weight/0"})
+
+# haiku: its attention, MLP and ResNet, and the transformer of its examples. `layer_stack` stacks on
+# axis 0.
+_HAIKU = {"q": "query", "k": "key", "v": "value", "o": "linear"}
+_HAIKU_LINEAR = r"(linear(_\d+)?|logits|multi_head_attention(_\d+)?/(query|key|value))"
+_HAIKU_BLOCK = r"(.*/)?block_group_\d+/~/block_\d+/~/"
+register(
+  "haiku",
+  {
+    "ff": r"(.*/)?(mlp(_\d+)?/~/linear_\d+|transformer/linear(_\d+)?)/w",
+    **{role: rf"(.*/)?multi_head_attention(_\d+)?/{name}/w" for role, name in _HAIKU.items()},
+    "stem": r"(.*/)?initial_conv/w",
+    "conv": f"{_HAIKU_BLOCK}conv_\\d/w",
+    "shortcut": f"{_HAIKU_BLOCK}shortcut_conv/w",
+    "head": r"(.*/)?(logits|language_model/linear)/w",
+  },
+  layouts={
+    rf"(.*/)?{_HAIKU_LINEAR}/w": "io",
+    rf"(.*/)?__layer_stack\w*/(.*/)?{_HAIKU_LINEAR}/w": "oio",
+    r"(.*/)?(conv2_d(_\d+)?|initial_conv|conv_\d|shortcut_conv)/w": "ooio",
   },
 )
 

@@ -344,11 +344,11 @@ class Rules:
       if shapes and all("lora" in path for path in shapes):
         have += ": they are LoRA's, and this optimizer has no base weights"
       raise ValueError(
-        f"rules that match no parameter, or none that is left: {', '.join(idle)}. The {len(shapes)} parameters begin "
-        f"{', '.join([*shapes][:4])} and have {have}. A place (gin: in SPARSITY_RULES) is a role "
-        f"({', '.join(roles.regexes())}; narrowed as in encoder/ff, decoder/cross/qkv) or a regex "
-        "for the whole path, such as '.*/kernel'; nms.roles.register adds roles, and optional= "
-        "lists places that may match nothing."
+        f"rules that match no parameter, or none that is left: {', '.join(idle)}. The "
+        f"{len(shapes)} parameters begin {', '.join([*shapes][:4])} and have {have}. A place (gin: "
+        f"in SPARSITY_RULES) is a role ({', '.join(roles.regexes())}; narrowed as in encoder/ff, "
+        "decoder/cross/qkv) or a regex for the whole path, such as '.*/kernel'; nms.roles.register "
+        "adds roles, and optional= lists places that may match nothing."
       )
 
 
@@ -356,13 +356,16 @@ def _default_axis(path: str, shapes: Mapping[str, tuple[int, ...]]) -> masks.Axi
   """Returns the axis that a stored kernel is contracted along, None where that is in doubt.
 
   A family of `roles` may be sure of it. A `kernel` of rank 2 is contracted along its first axis.
-  That of a convolution is (..., in, out), and is contracted along the last but one. A bias beside it has the length of the outputs: if that
-  is not the last axis, the layout is in doubt.
+  That of a convolution is (..., in, out), and is contracted along the last but one. A bias beside
+  it has the length of the outputs: if that is not the last axis, the layout is in doubt. It alone
+  tells what a `weight` or a `w` is.
   """
-  folder, _, name = path.rpartition("/")
-  shape, bias = shapes[path], shapes.get(f"{folder}/bias" if folder else "bias")
+  folder, mark, name = path.rpartition("/")
+  shape, bias = shapes[path], shapes.get(f"{folder}{mark}{'b' if name == 'w' else 'bias'}")
   if axes := roles.axis_of(path, shapes):
     return _one_or_several(axes)
+  if name in ("weight", "w") and len(shape) == 2 and shape[0] != shape[1]:
+    return {shape[:1]: 1, shape[1:]: 0}.get(bias)
   if name != "kernel" or bias not in (None, shape[-1:]):
     return None
   if len(shape) == 2:

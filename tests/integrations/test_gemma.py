@@ -145,7 +145,7 @@ def test_the_checkpoint_of_step_n_holds_n_updates_and_is_proven(whole, tmp_path)
   assert_one_of_four(arrays(whole, 12))
   assert runs.verify(str(whole)).ok and not runs.verify(paths[4]).ok
   made = runs.finalize(str(whole), str(tmp_path / "final"))
-  assert made.ok and [*made.removed.values()] == [0, 0]
+  assert made.ok and not any(made.removed.values())
   with pytest.raises(ValueError, match="sparse step 4"):
     runs.finalize(paths[4], str(tmp_path / "early"))
 
