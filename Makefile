@@ -48,8 +48,9 @@ quickstart: $(STAMP)  ## train, prove and score sparse checkpoints, in minutes; 
 
 venv: $(STAMP)  ## create the environment, or bring it up to date with pyproject.toml
 
-test: $(STAMP)  ## every test that is not slow; names the slowest 20, and why tests were skipped
-	$(PYTEST) $(BY_FILE) -m "not slow" --durations=20 -rs $(ARGS)
+test: $(STAMP)  ## every test that is not slow; names the slowest 20, and what did not run
+	$(PYTEST) $(BY_FILE) -m "not slow" --ignore=tests/integrations --durations=20 -rs $(ARGS)
+	@echo "Not run: the tests of other trainers (make integrations): $(ENVS)"
 
 test-slow: $(STAMP)  ## the slow tests, with programs that are compiled as users compile them
 	AS_USERS=1 $(PYTEST) -m slow $(ARGS)

@@ -15,7 +15,7 @@ from flax import nnx
 
 import nm_sparsity_jax as nms
 
-ROOT = pathlib.Path(__file__).resolve().parents[2]
+ROOT = pathlib.Path(__file__).resolve().parents[1]
 STEPS = 12
 PHASES = nms.Phases(total=STEPS, dense=4, finetune=4)
 
