@@ -18,7 +18,7 @@ def test_nnx_llm_learns_and_ends_1_of_4_and_its_notebook_is_the_same_program(mon
   cells = json.loads((ROOT / "examples/nnx_llm.ipynb").read_text("utf-8"))["cells"]
   *program, plot = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
   script = (ROOT / "examples/nnx_llm.py").read_text("utf-8").partition('"""\n\n')[2]
-  assert "".join(program).split() == script.split()
+  assert "\n".join(program).split() == script.split()
 
   short = script.replace("STEPS, LENGTH, WIDTH = 400, 64, 64", "STEPS, LENGTH, WIDTH = 60, 32, 32")
   names = {}
