@@ -90,7 +90,7 @@ def test_nothing_in_a_pickle_is_executed(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
   "text, word",
   [
-    (b"ff: sr_ste 1:4, total=9\n" * (1 << 14), "more than 65,536 bytes"),
+    (b"ff: sr_ste 1:4, total=9\n" * (1 << 16), "more than 1,048,576 bytes"),
     (b"ff: sr_ste 1:4, total=9)+__import__('os').mkdir('executed'", ""),
   ],
 )

@@ -128,7 +128,7 @@ def test_it_ends_with_its_own_deployed_weights(trained):
 
 def test_without_the_module_one_line_names_recipe_or_role(trained, monkeypatch):
   monkeypatch.chdir(trained)
-  for modules, unknown in ([], "--import MODULE"), (["soft_recipe"], "no parameter: 'hidden'"):
+  for modules, unknown in ([], "--import MODULE"), (["soft_recipe"], "none that is left: 'hidden'"):
     code, _, err = typed(trained, "verify", "run", *(f"--import={name}" for name in modules))
     assert code == 1 and unknown in err
   assert cli.main(["report", "run", "--out", "without.html"]) == 0

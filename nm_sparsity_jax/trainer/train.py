@@ -297,8 +297,8 @@ def evaluate(
   Returns:
     0.
   """
-  with _output_folder(output_dir) as folder:
-    evaluator, variables, step = _open(model, evaluation, checkpoint, folder, config, memory)
+  evaluator, variables, step = _open(model, evaluation, checkpoint, output_dir, memory)
+  with _alone_in(evaluator.folder, config) as folder:
     found = evaluator.evaluate(variables, step)
     with contextlib.closing(writers.Curves(folder)) as curves:
       _tell(found, evaluator.model, step, curves, print)
@@ -332,8 +332,8 @@ def infer(
   Returns:
     0.
   """
-  with _output_folder(output_dir) as folder:
-    evaluator, variables, _ = _open(model, evaluation, checkpoint, folder, config, memory)
+  evaluator, variables, _ = _open(model, evaluation, checkpoint, output_dir, memory)
+  with _alone_in(evaluator.folder, config) as folder:
     for name, rows in evaluator.predictions(variables):
       count, path = 0, folder / f"{name}-predict.jsonl-00000-of-00001"
       with files.whole_file(path) as unfinished, unfinished.open("w", encoding="utf-8") as file:
@@ -346,24 +346,26 @@ def infer(
 
 
 @contextlib.contextmanager
-def _output_folder(name: str) -> Iterator[pathlib.Path]:
-  """Holds a folder for the files of `evaluate` or `infer`."""
-  folder = _folder("EVAL_OUTPUT_DIR or INFER_OUTPUT_DIR", name)
-  # Its curves and config.gin would be written over. A new run has no checkpoint yet.
-  if (folder / "run.json").exists() or run_folders.latest(folder) is not None:
-    raise ValueError(f"{str(folder)!r} holds a run: take another folder.")
+def _alone_in(name: str, config: str) -> Iterator[pathlib.Path]:
+  """Holds the folder that `evaluate` and `infer` write to."""
   # Two processes would write into one unfinished file, and a mix of both would get its name.
-  with lock.hold(folder):
+  with lock.hold(name):
+    folder = pathlib.Path(name)
+    files.write_atomically(folder / "config.gin", config)
     yield folder
 
 
 def _open(
-  model: Model, evaluation: Any, checkpoint: str, folder: pathlib.Path, config: str, memory: bool
+  model: Model, evaluation: Any, checkpoint: str, output_dir: str, memory: bool
 ) -> tuple[Any, dict[str, Any], int]:
-  """Returns an evaluator, the variables of a checkpoint, and its global step.
+  """Returns an evaluator, the variables of a checkpoint, and its global step; writes nothing.
 
   The arguments are those of `evaluate`.
   """
+  folder = _folder("EVAL_OUTPUT_DIR or INFER_OUTPUT_DIR", output_dir)
+  # Its curves and config.gin would be written over. A new run has no checkpoint yet.
+  if (folder / "run.json").exists() or run_folders.latest(folder) is not None:
+    raise ValueError(f"{str(folder)!r} holds a run: take another folder.")
   evaluator = evaluation(model, str(folder))  # first: it refuses a wrong split before any reading
   stored = checkpoints.opened(checkpoint, model)
   if stored.packed is None:
@@ -378,7 +380,5 @@ def _open(
     # Whether a packed product is faster depends on the rows that a layer sees at once.
     params = inference_tree.prepare(held["params"], evaluator.rows(), memory=memory)
     variables = jax.device_put({**held, "params": params}, model.replicated)
-  # Last: what is refused leaves the user's config.gin.
-  files.write_atomically(folder / "config.gin", config)
   print(f"{stored.path}: {about}")
   return evaluator, variables, stored.step or 0

@@ -274,7 +274,7 @@ def _ratio(part: jax.Array, whole: jax.Array | int) -> jax.Array:
   whole = jnp.asarray(whole, jnp.float32)
   share = part / jnp.maximum(whole, jnp.float32(1))
   # XLA may multiply by 1 / whole, which is not 1 for part = whole.
-  return share
+  return jnp.where((part == whole) & (whole > 0), jnp.float32(1), share)
 
 
 def _sum(values: Sequence[jax.Array]) -> jax.Array:
