@@ -193,6 +193,7 @@ def test_sh_is_parsed_by_its_programs(block, arrived):
       assert is_here or file.startswith("t5x/"), file  # T5X's own: the plans below read them
 
 
+@pytest.mark.slow  # tests/test_plan.py has the mistakes that a plan finds
 @pytest.mark.t5x
 @pytest.mark.parametrize("block", [b for b in RUNS if " t5x." in b.code], ids=str)
 def test_runs_of_t5x_are_planned(block, arrived, tmp_path, capsys, monkeypatch):
