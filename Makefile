@@ -106,9 +106,10 @@ docs: $(STAMP)  ## build the site of README.md and docs/ into site/
 	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build
 	@echo "site/index.html; with search: $(PY) -m http.server -d site"
 
-notebook: $(STAMP)  ## run the notebook in examples/ anew, with its outputs
-	$(PY) -c "import nbclient, nbformat; name = 'examples/quickstart.ipynb'; book = nbformat.read(name, 4); \
-	  nbclient.NotebookClient(book, record_timing=False).execute(); nbformat.write(book, name)"
+notebook: $(STAMP)  ## run the notebooks in examples/ anew, with their outputs; ARGS=examples/NAME.ipynb picks
+	for name in $(or $(ARGS),$(wildcard examples/*.ipynb)); do \
+	  $(PY) -c "import nbclient, nbformat, sys; name = sys.argv[1]; book = nbformat.read(name, 4); \
+	  nbclient.NotebookClient(book, record_timing=False).execute(); nbformat.write(book, name)" $$name || exit 1; done
 
 clean:  ## remove caches and build output; the environment stays
 	rm -rf build dist site *.egg-info .pytest_cache .ruff_cache .hypothesis .coverage
