@@ -59,9 +59,9 @@ integrations:  ## the tests of trainers, each in .venv-integrations/NAME; ENVS="
 	@said=; for name in $(ENVS); do \
 	  if ! $(MAKE) --no-print-directory .venv-integrations/$$name/.installed; then \
 	    said="$$said\n$$name: did not run, since its environment could not be made (above)"; \
-	  elif ! .venv-integrations/$$name/bin/python -m pytest -m "" -rs $$(grep -oh 'tests/integrations/test_[a-z0-9_]*.py' tests/integrations/$$name.txt) $(ARGS); then \
+	  elif ! .venv-integrations/$$name/bin/python -m pytest -m "" -rs --junit-xml=.venv-integrations/$$name/tests.xml $$(grep -oh 'tests/integrations/test_[a-z0-9_]*.py' tests/integrations/$$name.txt) $(ARGS); then \
 	    said="$$said\n$$name: tests failed"; \
-	  else said="$$said\n$$name: ok"; fi; \
+	  else said="$$said\n$$name: ok$$(sed -nE 's/.*<testsuite [^>]* skipped="([1-9][0-9]*)".*/, \1 skipped (above)/p' .venv-integrations/$$name/tests.xml)"; fi; \
 	done; printf "$$said\n"; case "$$said" in *"did not"*|*failed*) exit 1;; esac
 
 # The oldest versions that pyproject.toml allows, in an environment of their own.

@@ -91,8 +91,8 @@ for name, tx in optimizers.items():
   model = Decoder(nnx.Rngs(0))
   optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
   losses[name] = [float(train_step(model, optimizer, batch_of(data, i))) for i in range(STEPS)]
-  told = float(loss_of(model, batch_of(held_out, 0, 256)))
-  print(f"\n{name}: loss {losses[name][-1]:.2f}, of pages that it never saw {told:.2f}")
+  held_out_loss = float(loss_of(model, batch_of(held_out, 0, 256)))
+  print(f"\n{name}: loss {losses[name][-1]:.2f}, of pages that it never saw {held_out_loss:.2f}")
   print(write(model, start=text[:LENGTH]))
 
 print(nms.verify(nnx.state(model, nnx.Param), rules))

@@ -63,11 +63,11 @@ class Watch(hooks.TrainingHooks):
     if train_step % 40 or not (states := nms.optim.states(opt, nms.optim.SparseState)):
       return
     (state,), w = states, nms.dense_params(nnx.state(train_ctx.model, nnx.Param), opt)
-    told = nms.metrics.summary(w, rules, state.count, state.masks, seen=self.seen)
+    values = nms.metrics.summary(w, rules, state.count, state.masks, seen=self.seen)
     self.seen = nms.metrics.before(w, rules, state.count, state.masks)
-    for name, x in told.items():
+    for name, x in values.items():
       train_ctx.metrics_logger.log("", name, float(x), "train", int(state.count))
-    print(f"update {int(state.count)}  loss {train_loss:.3f}  D {float(told['nm/D']):.3f}")
+    print(f"update {int(state.count)}  loss {train_loss:.3f}  D {float(values['nm/D']):.3f}")
 
 
 def train(optimizer, folder=None):

@@ -118,9 +118,9 @@ def main(argv: Sequence[str]) -> None:
     argv: the arguments, without the program.
   """
   args, theirs = parser().parse_known_args(argv)
-  if args.distributed or args.coordinator_address:
-    # It refuses flags that lack another one.
-    jax.distributed.initialize(args.coordinator_address, args.process_count, args.process_index)
+  host = args.coordinator_address, args.process_count, args.process_index
+  if args.distributed or host != (None, None, None):
+    jax.distributed.initialize(*host)  # It refuses flags that lack another one.
   sys.argv = ["kauldron", *theirs]  # absl reads the flags there
   runpy.run_module("kauldron.main", run_name="__main__", alter_sys=True)
 

@@ -73,13 +73,17 @@ def sparse(tx: optax.GradientTransformation, rules: Rules) -> optax.GradientTran
 
   where pulled(g) is g * (mask + D(t) * (1 - mask)), or g itself, by the recipe's gradient mode.
 
-  Inside goes what moves parameters: clipping, schedules, `optax.flatten`, and `mechanize`, `sam`
-  and `schedule_free` of `optax.contrib`, which then move W. (`sam` takes two updates a step, and
-  both count. The average of `schedule_free` is one of W.) Around it goes what hands whole updates
-  on or skips them: `optax.MultiSteps`, `optax.apply_if_finite`; what they skip counts nothing.
-  `optax.masked` and `optax.multi_transform` go on either side. What changes its updates, such as a
-  later link of a chain, makes parameters that are not W~. Nothing here can see that, and
-  `nms.verify` says "NOT n:m".
+  Transformations that move parameters go inside: clipping, schedules, `optax.flatten`, and
+  `mechanize`, `sam` and `schedule_free` of `optax.contrib`. They then move W. `sam` takes two
+  updates a step, and both count. `schedule_free` averages W.
+
+  `optax.MultiSteps` and `optax.apply_if_finite` go around `sparse`. They skip an update or pass it
+  on whole, and a skipped update does not count. `optax.masked` and `optax.multi_transform` may go
+  inside or around. Nothing else goes around: a later link of a chain, for example, changes the
+  updates, and the parameters are then not W~. `sparse` cannot see that, but `nms.verify` says
+  "NOT n:m".
+
+  One `tx` is for one mesh of devices, since `init` notes how parameters are sharded.
 
   The first forward pass sees the weights that you start from, also with `dense=0`. They are taken
   as W at the first update, so weights may be loaded after `init`. `optax.apply_updates` adds

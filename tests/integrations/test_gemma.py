@@ -290,6 +290,17 @@ def test_other_rules_end_the_run_at_the_first_metric_and_before_a_checkpoint(who
   assert checkpoint.read(str(tmp_path / "run")).step == 12
 
 
+@pytest.mark.parametrize(
+  "flag",
+  ["--distributed", "--coordinator_address=host0:1", "--process_count=2", "--process_index=0"],
+)
+def test_each_flag_of_several_hosts_starts_jax_distributed(flag):
+  """None starts a lone run in silence."""
+  jax.devices()  # so that jax refuses a start
+  with pytest.raises(RuntimeError, match="jax.distributed.initialize"):
+    gemma_kauldron.nms_kauldron.main([flag])
+
+
 @pytest.mark.slow
 def test_two_processes_train_and_resume_and_one_finds_the_same(whole, tmp_path):
   """As two hosts do, by the launcher of users."""
