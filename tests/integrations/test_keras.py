@@ -179,22 +179,23 @@ def test_hold_goes_on_from_a_file_though_a_model_begins_with_weights_that_are_no
   hold = nms.Rules({".*dense.*/kernel": nms.recipe("hold", pattern="2:4")})
   new = lambda: nm_keras.OptaxOptimizer(nms.sparse(optax.adamw(1e-2), hold))
 
-  def pruned():
-    model = network()
+  def pruned(model):
     for layer in model.layers[:3]:
       layer.kernel.assign(layer.kernel.value * nms.nm_mask(abs(layer.kernel.value), "2:4"))
     return model
 
-  whole, first = pruned(), pruned()
+  whole, first, optimizer = network(), pruned(network()), new()
+  optimizer.build(whole.trainable_variables)
+  pruned(whole)
   zeros = [np.asarray(layer.kernel) == 0 for layer in whole.layers[:3]]
-  fit(whole, new())
+  fit(whole, optimizer, [nm_keras.Metrics()])
   backup = keras.callbacks.BackupAndRestore(tmp_path / "backup")
   with pytest.raises(Killed):
     fit(first, new(), [backup, Kill()])
   second = network()
   go_on = functools.partial(fit, second, new(), [nm_keras.Metrics(), backup])
   if how != "backup":
-    first = pruned()
+    first = pruned(network())
     fit(first, new(), epochs=2)
     first.save(tmp_path / "run.keras")
     first.save_weights(tmp_path / "run.weights.h5")
