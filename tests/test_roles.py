@@ -132,11 +132,53 @@ def test_a_role_names_its_kernels_and_what_no_role_names_stays_dense(project):
     (f"decoder/block_0/{FLAX_ATTENTION}_1", None),
     ("decoder/block_0/MultiHeadSelfAttention_1", "self"),
     ("decoder/block_0/CrossAttention_0", "cross"),
+    ("decoder/layer_0/cross_multihead_attention", "cross"),
+    ("decoder/layer_0/encdec_attention", "cross"),
+    ("decoder/layer_0/memory_attention", None),
+    ("layers/0/self_attn", "self"),
+    ("multi_head_attention_1", None),
   ],
 )
 def test_self_and_cross_name_what_is_surely_one_of_them(attention, kind):
   find = lambda place: nms.Rules({place: RECIPE}).find(f"{attention}/query/kernel")
   assert [word for word in ("self", "cross") if find(f"{word}/q")] == ([kind] if kind else [])
+
+
+# Kernels of others under a family's names: what the product sums over, by the class that made them.
+FOREIGN = {
+  # flax's attention in a block of the user's, under the names of keras-hub's Gemma.
+  "decoder_block_0/attention/query": ({"kernel": (512, 8, 64), "bias": (8, 64)}, 0),
+  # A scan along axis 1, and along axis 0 of kernels with two axes.
+  "layers/attn/query": ({"kernel": (512, 12, 8, 64), "bias": (8, 12, 64)}, 0),
+  "layers/attn/out": ({"kernel": (8, 12, 64, 512)}, (0, 2)),
+  "layers/up": ({"kernel": (512, 12, 2048)}, 0),
+  "transformer_layers/attention/query": ({"kernel": (12, 512, 512), "bias": (12, 512)}, 1),
+  "layers/multi_head_attention/query": ({"kernel": (12, 512, 512)}, 1),
+  "decoder/MultiHeadDotProductAttention_0/query": ({"kernel": (12, 512, 512)}, 1),
+  "stages/0/attn/query": ({"kernel": (8, 512, 512), "bias": (8, 512)}, 1),
+  "stages/0/attn/out": ({"kernel": (8, 512, 512)}, 1),
+  # (out, in), a transposed convolution, PyTorch's.
+  "linear_1": ({"w": (64, 32), "b": (64,)}, 1),
+  "query_proj": ({"weight": (32, 64), "bias": (64,)}, 0),
+  "block_group_0/~/block_0/~/conv_1": ({"w": (4, 4, 64, 128), "b": (64,)}, 3),
+  "conv_1": ({"w": (64, 32, 4, 4), "b": (64,)}, 1),
+  "mlp/layers/0": ({"weight": (64, 32, 4), "bias": (64, 1)}, 1),
+  "conv1d": ({"kernel": (3, 64, 12, 64)}, 1),
+  # A T5 for each of four seeds, and experts.
+  "decoder/layers_0/mlp/wi": ({"kernel": (4, 512, 2048), "scale": (4, 512)}, 1),
+  "decoder/layers_0/self_attention/query": ({"kernel": (4, 512, 384), "scale": (4, 512)}, 1),
+}
+
+
+@pytest.mark.parametrize("folder", FOREIGN)
+def test_a_family_claims_no_wrong_axis_of_others(folder):
+  parts, axis = FOREIGN[folder]
+  shapes = {f"{folder}/{name}": shape for name, shape in parts.items()}
+  kernel = next(iter(shapes))
+  if "scale" not in parts:
+    shapes["norm/scale"] = (512,)
+  found = roles.axis_of(kernel, shapes)
+  assert found in (None, (axis,) if isinstance(axis, int) else axis)
 
 
 def test_a_family_from_outside_adds_to_the_vocabulary(monkeypatch):
@@ -149,11 +191,15 @@ def test_a_family_from_outside_adds_to_the_vocabulary(monkeypatch):
   roles.register("own", own, {"head": r"(.*/)?block_7/.*"})
   assert named("ff") == [paths[i] for i in (0, 2, 3)] and named("mix") == [paths[1]]
   assert named("head/ff") == [paths[2]] and nms.Rules({"head": RECIPE}).find("head/kernel")
-  layouts = {r"(.*/)?fc1/kernel": "iio -io"}
+  layouts = {r"(.*/)?fc1/kernel": "iio io"}
   roles.register("own", own, layouts=layouts)
   for shape, axis in (((2, 4, 8), (0, 1)), ((8, 4), 0)):
-    params = nested({paths[0]: jax.ShapeDtypeStruct(shape, "float32")})
+    shapes = {paths[0]: shape, "scale": (8,)}
+    params = nested({path: jax.ShapeDtypeStruct(x, "float32") for path, x in shapes.items()})
     assert nms.Rules({"ff": RECIPE}).assign(params).places[paths[0]].axis == axis
+  for layout in ("oo", "IO", "sio"):
+    with pytest.raises(ValueError, match="layout"):
+      roles.register("own", own, layouts={"b/kernel": layout})
   roles.register("own", {"ff": "b/kernel"})  # a cell that ran again
   assert "mix" not in roles.regexes() and roles.role_of("b/kernel") == "ff"
 
@@ -162,7 +208,7 @@ def test_a_family_from_outside_adds_to_the_vocabulary(monkeypatch):
 MAXTEXT = {
   "self_attention/query": ((32, 4, 8), 0), "self_attention/out": ((4, 8, 32), (0, 1)),
   "self_attention_local/qkv_proj": ((32, 8, 8), 0),
-  "mlp/wi_0": ((32, 64), 0), "mlp/wo": ((64, 32), 0), "mlp_global/wi": ((32, 2, 64), 0),
+  "mlp/wi_0": ((32, 64), 0), "mlp/wo": ((64, 32), 0), "mlp_global/wi_1": ((32, 64), 0),
 }  # fmt: skip
 
 

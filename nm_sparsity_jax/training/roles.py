@@ -44,14 +44,25 @@ def register(
     roles: role -> regex of the whole '/'-joined paths of kernels that have it. They must not be
       words for something else. A kernel that holds several of q, k and v has the role 'qkv'.
     narrow: word -> regex of the paths that it narrows a role to, as 'decoder' in 'decoder/ff'.
-    layouts: regex of whole paths -> a letter an axis, 'i' for one that the product sums over, as
-      'iio' of a kernel (heads, head_dim, embed); several, for several ranks, with blanks between.
-      Give those alone that no configuration changes; `Rules.for_model` tells all others. An 's' is
-      the axis of a scan's layers, 0 or 1. Such a layout counts where all parameters below the
-      folder that the regex calls `stack`, '(?P<stack>layers/).*', are equally long there alone.
+    layouts: regex of whole paths -> a letter for each axis: 'i' for one that the product sums
+      over, 'o' for one of outputs, '.' for one of a window, as 'iio' of a kernel (heads, head_dim,
+      embed). Several, for several ranks, have blanks between. A bias beside the kernel that has
+      not the shape of the outputs speaks against a layout, and 'ioo+bias' counts beside a bias
+      only. An 's' is the axis of a scan's layers, 0 or 1: all parameters below the folder that the
+      regex calls `stack`, as in '(?P<stack>layers/).*', must be equally long there, and there
+      alone. Leave out what a configuration changes; `Rules.for_model` tells it.
   """
   for regex in (*roles.values(), *(narrow or {}).values(), *(layouts or {})):
     compiled(regex, f"the family {family!r}")
+  for regex, texts in (layouts or {}).items():
+    for layout in texts.split():
+      letters = layout.removesuffix("+bias")
+      has_stack = "stack" in compiled(regex, "a family").groupindex
+      if not re.fullmatch(r"[ios.]*i[ios.]*", letters) or ("s" in letters and not has_stack):
+        raise ValueError(
+          f"the family {family!r}: the layout {layout!r} needs an 'i', no other letters than i, o, "
+          "s and '.', and with an 's' a folder (?P<stack>...) in its regex."
+        )
   _families[family] = roles, narrow or {}, layouts or {}
 
 
@@ -109,20 +120,41 @@ def role_of(path: str) -> str | None:
 
 def axis_of(path: str, shapes: Mapping[str, tuple[int, ...]]) -> tuple[int, ...] | None:
   """Returns the axes that the product sums over, where the family of a kernel is sure of them."""
+  shape, (folder, mark, name) = shapes[path], path.rpartition("/")
+  bias = shapes.get(f"{folder}{mark}{'b' if name == 'w' else 'bias'}")
+  # Of networks that a vmap stacks every parameter has one more axis, the first.
+  is_ensemble = len(shapes) > 1 and 0 in _stacked("", shapes, 2)
   for _, _, layouts in _families.values():
     for regex, texts in layouts.items():
       if not (found := compiled(regex, "a family").fullmatch(path)):
         continue
-      for layout in texts.split():
-        fits = len(layout) == len(shapes[path])
-        if fits and ("s" not in layout or _stacked(found["stack"], shapes) == [layout.index("s")]):
+      for text in texts.split():
+        layout = text.removesuffix("+bias")
+        outputs = tuple(n for n, letter in zip(shape, layout, strict=False) if letter in "os")
+        needs_bias = text != layout and bias is None
+        if len(layout) != len(shape) or needs_bias or bias not in (None, outputs):
+          continue
+        if "s" in layout:
+          fits = _stacked(found["stack"], shapes) == [layout.index("s")]
+        else:
+          fits = len(shape) == 2 or bias is not None or not is_ensemble
+        if fits:
           return tuple(i for i, letter in enumerate(layout) if letter == "i")
   return None
 
 
-def _stacked(folder: str, shapes: Mapping[str, tuple[int, ...]]) -> list[int]:
-  """Returns which of the first two axes are equally long in all parameters below a folder."""
-  stack = [shape for p, shape in shapes.items() if p.startswith(folder) and len(shape) > 1]
+def _stacked(folder: str, shapes: Mapping[str, tuple[int, ...]], least: int = 0) -> list[int]:
+  """Returns which of the first two axes are equally long in all parameters below a folder.
+
+  Args:
+    folder: '' for all parameters.
+    shapes: path -> shape.
+    least: the rank that each one must have; with 0 those of rank 1 are passed over.
+  """
+  below = [shape for p, shape in shapes.items() if p.startswith(folder)]
+  stack = [shape for shape in below if len(shape) > 1]
+  if not stack or any(len(shape) < least for shape in below):
+    return []
   return [axis for axis in (0, 1) if len({shape[axis] for shape in stack}) == 1]
 
 
@@ -140,13 +172,17 @@ _T5_ATTENTION = r"(.*/)?(\w*attention(_\d+)?)/"
 _FLAX_ATTENTION = r"(.*/)?(\w*Attention(_\d+)?)/"
 
 
-# An attention that is told from others of its block by a number alone: the second one of a block
-# is neither `self` nor `cross`, but for flax's WMT example, whose block fixes the order.
+# flax's WMT example tells its second attention by a number, and its block fixes the order.
 _CROSS = (
-  r"(.*/)?(encoder_decoder_attention|\w*[cC]ross_?[aA]tt(n|ention)\w*"
+  r"(.*/)?(\w*([cC]ross|enc(oder)?_?dec(oder)?)\w*[aA]tt(n|ention)\w*"
   r"|encoderdecoderblock_\d+/MultiHeadDotProductAttention_1)/"
 )
-_SECOND = r"(.*/)?((?![sS]elf)\w)*[aA]ttention_[1-9]\d*/"
+# Neither `self` nor `cross`: what a number alone tells from another attention, as in the names that
+# Keras gives, and what may look at a memory.
+_UNSURE = (
+  r"(.*/)?(((?![sS]elf)\w)*[aA]tt(n|ention)_[1-9]\d*|(multi_head|grouped_query)_attention"
+  r"|\w*(memory|context|encoder)_\w*att(n|ention)\w*)/"
+)
 
 
 def _attention_roles(prefix: str) -> dict[str, str]:
@@ -166,7 +202,7 @@ register(
   {
     "encoder": r"(.*/)?encoder/.*",
     "decoder": r"(.*/)?decoder/.*",
-    "self": rf"(?!{_CROSS})(?!{_SECOND}).*[aA]ttention.*",
+    "self": rf"(?!{_CROSS})(?!{_UNSURE}).*[aA]tt(n|ention).*",
     "cross": rf"{_CROSS}.*",
   },
 )
@@ -184,11 +220,10 @@ register(
     **_attention_roles(_FLAX_ATTENTION),
   },
   {"encoder": r"(.*/)?encoderblock(_\d+)?/.*"},
-  # Of flax's own class, under the name that flax gives it. Other classes may have dense kernels,
-  # which a scan stacks to the same rank.
+  # Of flax's own class, under the name that flax gives it.
   {
-    r"(.*/)?MultiHeadDotProductAttention_\d+/(query|key|value)/kernel": "ioo",
-    r"(.*/)?MultiHeadDotProductAttention_\d+/out/kernel": "iio",
+    r"(.*/)?MultiHeadDotProductAttention_\d+/(query|key|value)/kernel": "ioo+bias",
+    r"(.*/)?MultiHeadDotProductAttention_\d+/out/kernel": "iio+bias",
   },
 )
 
@@ -214,7 +249,7 @@ register(
   },
 )
 
-# jimm (jax-image-models): its blocks are always stacked, on axis 0. Those of `map_head` are not.
+# jimm (jax-image-models): its blocks are always stacked. Those of `map_head` are not.
 register(
   "jimm",
   {
@@ -224,11 +259,11 @@ register(
     "head": r"classifier/kernel",
   },
   layouts={
-    r"(.*/)?layers/(mlp/layers/\d+|gate|up|down)/kernel": "oio",
-    r"(.*/)?layers/attn/(query|key|value)/kernel": "oioo",
-    r"(.*/)?layers/attn/out/kernel": "oiio",
-    r"(.*/)?map_head/attn/(query|key|value)/kernel": "ioo",
-    r"(.*/)?map_head/attn/out/kernel": "iio",
+    r"(?P<stack>(.*/)?layers/)(mlp/layers/\d+|gate|up|down)/kernel": "sio",
+    r"(?P<stack>(.*/)?layers/)attn/(query|key|value)/kernel": "sioo",
+    r"(?P<stack>(.*/)?layers/)attn/out/kernel": "siio",
+    r"(.*/)?map_head/attn/(query|key|value)/kernel": "ioo+bias",
+    r"(.*/)?map_head/attn/out/kernel": "iio+bias",
   },
 )
 
@@ -286,9 +321,10 @@ register(
   },
   {"encoder": r"(.*/)?transformer_encoder\w*/.*", "decoder": r"(.*/)?transformer_decoder\w*/.*"},
   {
-    r"(.*/)?conv[123]d(_\d+)?/kernel": "oio ooio oooio",
-    rf"{_KERAS_ATTENTION}(query|key|value)/kernel": "ioo",
-    rf"{_KERAS_GEMMA}attention/(query|key|value)/kernel": "oio",
+    r"(.*/)?conv1d(_\d+)?/kernel": ".io",
+    r"(.*/)?conv2d(_\d+)?/kernel": "..io",
+    r"(.*/)?conv3d(_\d+)?/kernel": "...io",
+    rf"{_KERAS_ATTENTION}(query|key|value)/kernel": "ioo+bias",
     rf"({_KERAS_ATTENTION}|{_KERAS_GEMMA}attention/)attention_output/kernel": "iio",
   },
 )
@@ -296,7 +332,8 @@ register(
 # --- decoders ---------------------------------------------------------------------------------
 
 # MaxText. Its `param_scan_axis` is 1 or 0, which no path tells. A scanned T5 of T5X has a folder
-# decoder/decoder/ and is another matter: there a rank of 3 is one of layers.
+# decoder/decoder/ and is another matter: there a rank of 3 is one of layers. A `wi` of rank 3 may
+# be a fused one, or stacked.
 _MAXTEXT_LAYER = r"(.*/)?decoder/(layers_remainder/)?(\w+_)?layers_\d+/"
 _MAXTEXT_STACK = r"(?P<stack>(.*/)?decoder/layers/)(.*/)?"
 _MAXTEXT_ATTENTION = r"self_attention(_local|_global)?/"
@@ -313,10 +350,10 @@ register(
   layouts={
     _MAXTEXT_LAYER + _MAXTEXT_QKV: "ioo",
     _MAXTEXT_LAYER + _MAXTEXT_OUT: "iio",
-    _MAXTEXT_LAYER + _MAXTEXT_FF: "io ioo",  # rank 3: fused_mlp
+    _MAXTEXT_LAYER + _MAXTEXT_FF: "io",
     _MAXTEXT_STACK + _MAXTEXT_QKV: "isoo sioo",
     _MAXTEXT_STACK + _MAXTEXT_OUT: "isio siio",
-    _MAXTEXT_STACK + _MAXTEXT_FF: "iso sio isoo sioo",
+    _MAXTEXT_STACK + _MAXTEXT_FF: "iso sio",
   },
 )
 
@@ -333,8 +370,7 @@ register(
     "qkv": _GEMMA + r"attn/q?kv_einsum/w",
     "o": _GEMMA + r"attn/attn_vec_einsum/w",
   },
-  {"decoder": _GEMMA + r"(attn|mlp2?)/.*"},
-  {
+  layouts={
     _GEMMA + r"attn/attn_vec_einsum/w": "iio",
     _GEMMA + r"attn/(q|k|kv|qkv)_einsum/w": "oio ooio",
     _GEMMA + r"mlp2?/linear(/w)?": "io oio",
@@ -352,7 +388,7 @@ register(
     "ff": r"(.*/)?mlp/layers/\d+/weight",
     **{role: rf"(.*/)?{name}_proj/weight" for role, name in _EQX.items()},
   },
-  layouts={r"(.*/)?(mlp/layers/\d+|(query|key|value|output)_proj)/weight": "oi ooi"},
+  layouts={r"(.*/)?(mlp/layers/\d+|(query|key|value|output)_proj)/weight": "oi ooi+bias"},
 )
 
 # haliax: a weight is a NamedArray, whose axes lie in the order that a program names them in.
@@ -376,7 +412,8 @@ register(
   layouts={
     rf"(.*/)?{_HAIKU_LINEAR}/w": "io",
     rf"(.*/)?__layer_stack\w*/(.*/)?{_HAIKU_LINEAR}/w": "oio",
-    r"(.*/)?(conv2_d(_\d+)?|initial_conv|conv_\d|shortcut_conv)/w": "ooio",
+    r"(.*/)?(conv2_d(_\d+)?|initial_conv)/w": "..io",
+    f"{_HAIKU_BLOCK}(conv_\\d|shortcut_conv)/w": "..io",
   },
 )
 
@@ -391,7 +428,7 @@ register(
     "ff": r"(.*/)?mlp/(gate|up|down)_proj(/kernel)?|(.*/)?moe/(gating_einsum|linear)",
     **{role: rf"(.*/)?(self_)?attn/{role}(_proj|_einsum)/(w|kernel)" for role in "qkv"},
     "o": r"(.*/)?(self_)?attn/(o_proj|attn_vec_einsum)/(w|kernel)",
-    "qkv": r"(.*/)?attn/q?kv_einsum/w",
+    "qkv": r"(.*/)?attn/q?kv_einsum/(w|kernel)",
   },
   layouts={
     _TUNIX + r"mlp/(gate|up|down)_proj": "oio",  # experts
@@ -404,13 +441,13 @@ register(
 )
 
 # nnx.MultiHeadAttention under any name of the usual kind. Stacked kernels of two axes have as many
-# axes as it has, so it is sure of the axis only where a list, and no stack, holds its layer.
+# axes as it has, so its bias must tell.
 _NNX_ATTENTION = r"\w*(attn|attention|mha)/"
 register(
   "nnx",
   _attention_roles(rf"(.*/)?{_NNX_ATTENTION}"),
   layouts={
-    rf"(.*/)?\d+/{_NNX_ATTENTION}(query|key|value)/kernel": "ioo",
-    rf"(.*/)?\d+/{_NNX_ATTENTION}out/kernel": "iio",
+    rf"(.*/)?{_NNX_ATTENTION}(query|key|value)/kernel": "ioo+bias",
+    rf"(.*/)?{_NNX_ATTENTION}out/kernel": "iio+bias",
   },
 )

@@ -331,13 +331,14 @@ class Rules:
     found = {*map(self.match, shapes), *self.optional}
     idle = [repr(place) for place in self.places if place not in found]
     for place, regex in self._matchers:
-      # 'wi|wo/kernel' means 'wi' or 'wo/kernel'.
-      parts = _alternatives(place) if regex.pattern == place else []
+      # 'wi|wo/kernel' means 'wi' or 'wo/kernel'. A flag or a backreference is of the whole.
+      is_plain = regex.pattern == place and not re.search(r"\(\?|\\\d", place)
+      parts = _alternatives(place) if is_plain else []
       if place in found and place not in self.optional and len(parts) > 1:
         matched = lambda part: any(map(roles.compiled(part, "a place").fullmatch, shapes))
         idle += [f"{part!r} of {place!r}" for part in parts if not matched(part)]
     for regex, axis in self._axes:
-      if regex.pattern not in found and not any(map(regex.fullmatch, shapes)):
+      if regex.pattern not in self.optional and not any(map(regex.fullmatch, shapes)):
         idle.append(f"axes={{{regex.pattern!r}: {axis}}}")
     if idle:
       have = ", ".join(dict.fromkeys(filter(None, map(roles.role_of, shapes)))) or "no roles"
