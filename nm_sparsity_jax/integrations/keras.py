@@ -13,6 +13,7 @@ The model's weights are always the effective weights W~, as in every loop with `
 from __future__ import annotations
 
 import math
+import re
 import warnings
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -26,7 +27,7 @@ import optax
 from jax.sharding import NamedSharding
 
 from nm_sparsity_jax.core.trees import flatten
-from nm_sparsity_jax.training import metrics, rules_text
+from nm_sparsity_jax.training import metrics, rules_text, stored
 from nm_sparsity_jax.training.transform import SparseState, dense_params, states
 
 
@@ -39,7 +40,8 @@ def params(model: keras.Model) -> OrderedDict[str, jax.Array]:
         params(model), x,
       )
 
-  A path is Keras' own, such as 'dense_1/kernel'. A second variable of the same path is '2/' + path.
+  A path is Keras' own, such as 'sequential/dense_1/kernel'. A second variable of the same path is
+  '2/' + path.
 
   Args:
     model: a model whose variables exist.
@@ -100,6 +102,13 @@ class OptaxOptimizer(keras.optimizers.Optimizer):
     self._paths = _names(variables)
     own = [v for v in variables if not self._overwrite_variable_with_gradient(v)]
     state = self.tx.init(self._tree(own, [v.value for v in own]))
+    sparse = {path for found in states(state, SparseState) for path, _ in flatten(found.dense)}
+    for path, variable in zip(self._paths, variables, strict=True):
+      if path in sparse and variable.constraint is not None:
+        raise ValueError(
+          f"{path!r} has a constraint, which changes what nms.sparse made of the dense weights: "
+          "build its layer without, or leave it out of the rules."
+        )
     leaves, self._treedef = flatten(state), jax.tree.structure(state)
     # Keras finds variables in a file by their order. That of the tree is by name, and Keras counts
     # names on: the layers dense_9, dense_10 of one process are dense, dense_1 of the next.
@@ -156,14 +165,17 @@ class OptaxOptimizer(keras.optimizers.Optimizer):
         stacklevel=2,
       )
       return
-    rules = [np.asarray(state.rules) for state in states(self.opt_state, SparseState)]
+    of = states(jax.tree.unflatten(self._treedef, self._slots), SparseState)
+    own = [rules_text.unpack(state.rules.numpy()) for state in of]
     super().load_own_variables(store)
-    loaded = [state.rules for state in states(self.opt_state, SparseState)]
-    if not all(map(np.array_equal, rules, loaded)):
-      raise ValueError(
-        "the file was trained by nms.sparse with other rules than these: go on with its rules\n"
-        + "\n".join(rules_text.unpack(np.asarray(text)) for text in loaded)
-      )
+    for state, text in zip(of, own, strict=True):
+      theirs = rules_text.unpack(state.rules.numpy())
+      if _uncounted(text) != _uncounted(theirs):
+        raise ValueError(
+          "the file was trained by nms.sparse with other rules than these: go on with its rules\n"
+          + theirs
+        )
+      state.rules.assign(rules_text.pack(text))
 
   def get_config(self) -> dict[str, Any]:
     """Returns what Keras writes into a file: all but `tx`, which holds functions."""
@@ -208,25 +220,31 @@ class Metrics(keras.callbacks.Callback):
   others. Flips are those since the epoch before. Put it before callbacks that read logs.
   """
 
-  def on_train_begin(self, logs: Any = None) -> None:
-    """Notes the masks that the first epoch begins with."""
+  def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+    """Notes the masks that the epoch begins with."""
     self._seen = metrics.before(*self._now())
 
   def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
     """Adds the metrics to `logs`."""
-    now = self._now()
-    found = metrics.summary(*now, seen=self._seen)
+    found = metrics.summary(*self._now(), seen=self._seen)
     logs.update({name: float(value) for name, value in found.items()})
-    self._seen = metrics.before(*now)
 
   def _now(self):
     """Returns W, the rules, the step and the stored masks."""
     model: Any = self.model
     optimizer = getattr(model.optimizer, "inner_optimizer", model.optimizer)
-    weights = dense_params(params(model), optimizer.opt_state)
-    (state,) = states(optimizer.opt_state, SparseState)
+    found = states(getattr(optimizer, "opt_state", ()), SparseState)
+    if len(found) != 1:
+      raise ValueError(
+        f"Metrics() found {len(found)} states of nms.sparse in the optimizer {optimizer.name!r}, "
+        "not one: compile with OptaxOptimizer(nms.sparse(tx, rules)), or leave Metrics() out."
+      )
+    (state,) = found
+    weights = dense_params(params(model), state)
     rules = rules_text.parse(rules_text.unpack(np.asarray(state.rules)))
-    return weights, rules, state.count, state.masks
+    # Weights may be loaded after the state was made, so the first update makes masks anew.
+    masks = state.masks if state.count else stored.init_state(weights, rules)
+    return weights, rules, state.count, masks
 
 
 def _names(variables: Sequence[keras.Variable]) -> list[str]:
@@ -234,6 +252,14 @@ def _names(variables: Sequence[keras.Variable]) -> list[str]:
   paths = [variable.path for variable in variables]
   nth = [paths[: i + 1].count(path) for i, path in enumerate(paths)]
   return [path if n == 1 else f"{n}/{path}" for n, path in zip(nth, paths, strict=True)]
+
+
+def _uncounted(text: str) -> str:
+  """Returns the text of rules without the numbers by which Keras counts names in its `axes`.
+
+  `for_model` writes names such as sequential_1/einsum_dense_3, and an equal model has others.
+  """
+  return re.sub(r"(?m)^axis .*", lambda line: re.sub(r"_\d+(?=/)", "", line[0]), text)
 
 
 def _of_another_model() -> ValueError:

@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-import logging
 from typing import ClassVar
 
-import jax.core
 import jax.numpy as jnp
 
 from nm_sparsity_jax.core import schedules
 from nm_sparsity_jax.core.schedules import Phases, as_step
 from nm_sparsity_jax.recipes.base import Recipe
 from nm_sparsity_jax.recipes.levels import leveled_mask, value_at, when
-
-_log = logging.getLogger(__name__)
 
 
 class TakenOnce(Recipe):
@@ -172,8 +168,9 @@ class Hold(TakenOnce):
 
       nms.recipe("hold", pattern="2:4")   # of SparseGPT, Wanda, or magnitudes
 
-  A group with fewer than n weights keeps those, and the log says how many groups do. A group with
-  more is refused: by an error where the weights are known, and by NaN where they are traced.
+  A group with fewer than n weights keeps those. A group with more is refused at the first update,
+  which takes the mask, so weights may be loaded before it: by an error, and by NaN where weights
+  are traced. Where they are known, the log says how many non-zeros are missing or too many.
 
   Attributes:
     pattern: what the weights are already.
@@ -201,19 +198,8 @@ class Hold(TakenOnce):
   def first_state(self, groups, w):
     given = w != 0
     full = groups.magnitude_mask(given.astype(jnp.float32), self.pattern)
-    mask, over, missing = given & full, jnp.sum(given & ~full), jnp.sum(full & ~given)
-    if not isinstance(over, jax.core.Tracer):
-      if over:
-        raise ValueError(
-          f"hold {self.pattern}: groups of a weight {w.shape} along axis {groups.axis} have {over} "
-          "non-zeros too many, so start from weights that are pruned, or take one_shot."
-        )
-      if missing:
-        _log.warning(
-          "hold %s: groups of a weight %s have %s non-zeros less than they may, and keep what they "
-          "have", self.pattern, w.shape, missing,
-        )  # fmt: skip
-    return {"mask": mask, "over": over.astype(jnp.int32)}
+    # No error, since other weights may come after an `init`; `stored.current` raises it.
+    return {"mask": given & full, "over": jnp.sum(given & ~full).astype(jnp.int32)}
 
   def next_state(self, groups, state, w, step, last, grad, grad_at):
     del groups, w, step, last, grad, grad_at

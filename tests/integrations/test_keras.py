@@ -1,5 +1,6 @@
 """Keras: `fit` of a sparse model, its files, its callbacks, and the axes of its layers."""
 
+import functools
 import json
 import pathlib
 import re
@@ -171,6 +172,49 @@ def test_files_have_the_state_so_that_training_goes_on(file, tmp_path):
   check_equal(whole, second)
 
 
+@pytest.mark.parametrize("how", ["load_model", "load_weights", "backup"])
+def test_hold_goes_on_from_a_file_though_a_model_begins_with_weights_that_are_not_pruned(
+  how, tmp_path
+):
+  hold = nms.Rules({".*dense.*/kernel": nms.recipe("hold", pattern="2:4")})
+  new = lambda: nm_keras.OptaxOptimizer(nms.sparse(optax.adamw(1e-2), hold))
+
+  def pruned(model):
+    for layer in model.layers[:3]:
+      layer.kernel.assign(layer.kernel.value * nms.nm_mask(abs(layer.kernel.value), "2:4"))
+    return model
+
+  whole, first, optimizer = network(), pruned(network()), new()
+  optimizer.build(whole.trainable_variables)
+  pruned(whole)
+  zeros = [np.asarray(layer.kernel) == 0 for layer in whole.layers[:3]]
+  fit(whole, optimizer, [nm_keras.Metrics()])
+  backup = keras.callbacks.BackupAndRestore(tmp_path / "backup")
+  with pytest.raises(Killed):
+    fit(first, new(), [backup, Kill()])
+  second = network()
+  go_on = functools.partial(fit, second, new(), [nm_keras.Metrics(), backup])
+  if how != "backup":
+    first = pruned(network())
+    fit(first, new(), epochs=2)
+    first.save(tmp_path / "run.keras")
+    first.save_weights(tmp_path / "run.weights.h5")
+    if how == "load_model":
+      second = keras.models.load_model(tmp_path / "run.keras", custom_objects={"tx": new().tx})
+    else:
+      second.compile(new(), LOSS)
+      second.optimizer.build(second.trainable_variables)
+      second.load_weights(tmp_path / "run.weights.h5")
+    go_on = functools.partial(
+      second.fit, X, Y, batch_size=BATCH, shuffle=False, verbose=0, initial_epoch=2, epochs=EPOCHS,
+      callbacks=[nm_keras.Metrics()],
+    )  # fmt: skip
+  go_on()
+  check_equal(whole, second)
+  for layer, zero in zip(second.layers, zeros, strict=False):
+    np.testing.assert_array_equal(np.asarray(layer.kernel) == 0, zero)
+
+
 def test_layers_change_their_order_by_name_and_the_state_does_not(tmp_path):
   def model(names):
     keras.utils.set_random_seed(0)
@@ -262,9 +306,46 @@ def test_each_mistake_is_one_sentence(tmp_path, monkeypatch):
   with pytest.warns(UserWarning, match="pruned begins again at 0"):
     other.load_weights(tmp_path / "weights.weights.h5")
 
+  for plain in ("adam", nm_keras.OptaxOptimizer(optax.adam(1e-2))):
+    with pytest.raises(ValueError, match=r"Metrics\(\) found 0 states"):
+      fit(network(), plain, [nm_keras.Metrics()])
+  bound = keras.Sequential(
+    [keras.layers.Dense(8, kernel_constraint="unit_norm"), *network().layers]
+  )
+  bound.build((None, 8))
+  with pytest.raises(ValueError, match="'sequential.*/kernel' has a constraint"):
+    fit(bound, nm_keras.OptaxOptimizer(sparse()))
+
   monkeypatch.setattr(keras.backend, "backend", lambda: "torch")
   with pytest.raises(RuntimeError, match="KERAS_BACKEND=jax"):
     nm_keras.OptaxOptimizer(sparse())
+
+
+def test_an_equal_model_goes_on_though_for_model_wrote_other_counted_names(tmp_path):
+  def compiled(equations=("abc,dc->abd", "abc,cd->abd"), pattern="2:4"):
+    layers = [keras.layers.EinsumDense(e, (None, 8)) for e in equations]
+    model = keras.Sequential([keras.Input((4, 8)), *layers])
+    wanted = nms.Rules({".*/kernel": rules("idp", pattern=pattern).places[".*/kernel"]})
+    wanted = wanted.for_model(
+      forward_of(model), nm_keras.params(model), jax.ShapeDtypeStruct((2, 4, 8), "float32")
+    )
+    model.compile(nm_keras.OptaxOptimizer(nms.sparse(optax.adam(1e-2), wanted)), LOSS)
+    model.optimizer.build(model.trainable_variables)
+    return model
+
+  x = np.reshape(X, (16, 4, 8))
+  one, two = compiled(), compiled()
+  assert one.layers[0].name != two.layers[0].name
+  go = lambda model: model.fit(x, x, batch_size=4, shuffle=False, verbose=0, epochs=2)
+  go(one)
+  one.save_weights(tmp_path / "one.weights.h5")
+  two.load_weights(tmp_path / "one.weights.h5")
+  go(one), go(two)
+  assert int(nms.step_count(two.optimizer.opt_state)) == 16
+  check_equal(one, two)
+  for other in (compiled(("abc,cd->abd", "abc,dc->abd")), compiled(pattern="1:4")):
+    with pytest.raises(ValueError, match="other rules"):
+      other.load_weights(tmp_path / "one.weights.h5")
 
 
 # --- which axis a layer sums over -----------------------------------------------------------------
