@@ -47,16 +47,18 @@ def register(
     layouts: regex of whole paths -> a letter for each axis: 'i' for one that the product sums
       over, 'o' for one of outputs, '.' for one of a window, as 'iio' of a kernel (heads, head_dim,
       embed). Several, for several ranks, have blanks between. A bias beside the kernel that has
-      not the shape of the outputs speaks against a layout, and 'ioo+bias' counts beside a bias
-      only. An 's' is the axis of a scan's layers, 0 or 1: all parameters below the folder that the
-      regex calls `stack`, as in '(?P<stack>layers/).*', must be equally long there, and there
-      alone. Leave out what a configuration changes; `Rules.for_model` tells it.
+      not the shape of the outputs speaks against a layout. 'ooi+bias' counts beside a bias only.
+      'ioo+single' counts beside a bias, or where a parameter with one axis, such as a norm's,
+      shows that its block is not stacked. An 's' is the axis of a scan's layers, 0 or 1: all
+      parameters below the folder that the regex calls `stack`, as in '(?P<stack>layers/).*', must
+      be equally long there, and there alone. Leave out what a configuration changes;
+      `Rules.for_model` tells it.
   """
   for regex in (*roles.values(), *(narrow or {}).values(), *(layouts or {})):
     compiled(regex, f"the family {family!r}")
   for regex, texts in (layouts or {}).items():
     for layout in texts.split():
-      letters = layout.removesuffix("+bias")
+      letters = layout.removesuffix("+bias").removesuffix("+single")
       has_stack = "stack" in compiled(regex, "a family").groupindex
       if not re.fullmatch(r"[ios.]*i[ios.]*", letters) or ("s" in letters and not has_stack):
         raise ValueError(
@@ -129,18 +131,28 @@ def axis_of(path: str, shapes: Mapping[str, tuple[int, ...]]) -> tuple[int, ...]
       if not (found := compiled(regex, "a family").fullmatch(path)):
         continue
       for text in texts.split():
-        layout = text.removesuffix("+bias")
+        layout, _, proof = text.partition("+")
         outputs = tuple(n for n, letter in zip(shape, layout, strict=False) if letter in "os")
-        needs_bias = text != layout and bias is None
-        if len(layout) != len(shape) or needs_bias or bias not in (None, outputs):
+        # haiku and Equinox write the bias of a convolution as (out, 1, 1).
+        proves = bias is not None and [n for n in bias if n > 1] == [n for n in outputs if n > 1]
+        if len(layout) != len(shape) or (bias is not None and not proves):
+          continue
+        is_single = proof == "single" and _has_vector(folder.rpartition("/")[0], shapes)
+        if proof and not proves and not is_single:
           continue
         if "s" in layout:
           fits = _stacked(found["stack"], shapes) == [layout.index("s")]
         else:
-          fits = len(shape) == 2 or bias is not None or not is_ensemble
+          fits = len(shape) == 2 or proves or not is_ensemble
         if fits:
           return tuple(i for i, letter in enumerate(layout) if letter == "i")
   return None
+
+
+def _has_vector(module: str, shapes: Mapping[str, tuple[int, ...]]) -> bool:
+  """Returns whether a parameter has one axis in the block of a module, such as attention."""
+  block, mark, _ = module.rpartition("/")
+  return any(len(shape) == 1 and path.startswith(block + mark) for path, shape in shapes.items())
 
 
 def _stacked(folder: str, shapes: Mapping[str, tuple[int, ...]], least: int = 0) -> list[int]:
@@ -222,8 +234,8 @@ register(
   {"encoder": r"(.*/)?encoderblock(_\d+)?/.*"},
   # Of flax's own class, under the name that flax gives it.
   {
-    r"(.*/)?MultiHeadDotProductAttention_\d+/(query|key|value)/kernel": "ioo+bias",
-    r"(.*/)?MultiHeadDotProductAttention_\d+/out/kernel": "iio+bias",
+    r"(.*/)?MultiHeadDotProductAttention_\d+/(query|key|value)/kernel": "ioo+single",
+    r"(.*/)?MultiHeadDotProductAttention_\d+/out/kernel": "iio+single",
   },
 )
 
@@ -262,8 +274,8 @@ register(
     r"(?P<stack>(.*/)?layers/)(mlp/layers/\d+|gate|up|down)/kernel": "sio",
     r"(?P<stack>(.*/)?layers/)attn/(query|key|value)/kernel": "sioo",
     r"(?P<stack>(.*/)?layers/)attn/out/kernel": "siio",
-    r"(.*/)?map_head/attn/(query|key|value)/kernel": "ioo+bias",
-    r"(.*/)?map_head/attn/out/kernel": "iio+bias",
+    r"(.*/)?map_head/attn/(query|key|value)/kernel": "ioo+single",
+    r"(.*/)?map_head/attn/out/kernel": "iio+single",
   },
 )
 
@@ -324,7 +336,7 @@ register(
     r"(.*/)?conv1d(_\d+)?/kernel": ".io",
     r"(.*/)?conv2d(_\d+)?/kernel": "..io",
     r"(.*/)?conv3d(_\d+)?/kernel": "...io",
-    rf"{_KERAS_ATTENTION}(query|key|value)/kernel": "ioo+bias",
+    rf"{_KERAS_ATTENTION}(query|key|value)/kernel": "ioo+single",
     rf"({_KERAS_ATTENTION}|{_KERAS_GEMMA}attention/)attention_output/kernel": "iio",
   },
 )
@@ -441,13 +453,13 @@ register(
 )
 
 # nnx.MultiHeadAttention under any name of the usual kind. Stacked kernels of two axes have as many
-# axes as it has, so its bias must tell.
+# axes as it has, so something beside it must tell.
 _NNX_ATTENTION = r"\w*(attn|attention|mha)/"
 register(
   "nnx",
   _attention_roles(rf"(.*/)?{_NNX_ATTENTION}"),
   layouts={
-    rf"(.*/)?{_NNX_ATTENTION}(query|key|value)/kernel": "ioo+bias",
-    rf"(.*/)?{_NNX_ATTENTION}out/kernel": "iio+bias",
+    rf"(.*/)?{_NNX_ATTENTION}(query|key|value)/kernel": "ioo+single",
+    rf"(.*/)?{_NNX_ATTENTION}out/kernel": "iio+single",
   },
 )
