@@ -181,6 +181,12 @@ def test_a_family_claims_no_wrong_axis_of_others(folder):
   assert found in (None, (axis,) if isinstance(axis, int) else axis)
 
 
+def test_the_decoder_of_gemma_is_no_encoder():
+  find = nms.Rules({"decoder/ff": RECIPE}).find
+  paths = [f"{part}layer_0/mlp/linear/w" for part in ("", "decoder/", "encoder/")]
+  assert [bool(find(path)) for path in paths] == [True, True, False]
+
+
 def test_a_family_from_outside_adds_to_the_vocabulary(monkeypatch):
   monkeypatch.setattr(roles, "_families", {**roles._families})
   paths = ("block_0/fc1/kernel", "block_0/mix/kernel", "block_7/fc1/kernel", "mlp/wi/kernel")

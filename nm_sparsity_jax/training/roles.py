@@ -382,7 +382,9 @@ register(
     "qkv": _GEMMA + r"attn/q?kv_einsum/w",
     "o": _GEMMA + r"attn/attn_vec_einsum/w",
   },
-  layouts={
+  # Images and T5Gemma have encoders beside it.
+  {"decoder": r"(?!(.*/)?\w*encoder\w*/)" + _GEMMA + r"(attn|mlp2?)/.*"},
+  {
     _GEMMA + r"attn/attn_vec_einsum/w": "iio",
     _GEMMA + r"attn/(q|k|kv|qkv)_einsum/w": "oio ooio",
     _GEMMA + r"mlp2?/linear(/w)?": "io oio",
