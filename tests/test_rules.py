@@ -130,14 +130,15 @@ def test_what_is_unusual_is_said_in_the_table_and_the_log(recipe, length, policy
     ("attention/query_proj/weight", (16, 16), None, 1),
     ("layers/mlp/layers/0/weight", (3, 16, 16), (3, 16), 2),
     ("net/multi_head_attention_1/linear/w", (16, 16), None, 0),
-    ("__layer_stack_no_per_layer/linear_1/w", (3, 16, 16), None, 1),
-    ("res_net18/~/initial_conv/w", (7, 7, 3, 16), None, 2),
+    ("__layer_stack_no_per_layer/linear_1/w", (3, 16, 16), (3, 16), 1),
+    ("res_net18/~/initial_conv/w", (7, 7, 3, 16), (16,), 2),
+    ("res_net18/~/initial_conv/w", (7, 7, 3, 16), None, None),
     ("encoder/map_head/attn/query/kernel", (16, 2, 8), (2, 8), 0),
     ("encoder/map_head/attn/query/kernel", (16, 2, 8), None, None),
   ],
 )
 def test_axes_that_names_and_shapes_tell(path, shape, bias, axis):
-  beside = "b" if path == "w" else re.sub("kernel|weight", "bias", path)
+  beside = re.sub("(kernel|weight)$", "bias", re.sub("w$", "b", path))
   params = tree({path: shape} | ({beside: bias} if bias else {}))
   rules = nms.Rules({path: LINEAR}, indivisible="pad")
   if axis is None:

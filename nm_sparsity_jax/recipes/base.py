@@ -302,6 +302,16 @@ class Recipe:
     take = lambda: groups.magnitude_mask(w, self.pattern)
     return {"mask": when(due, take, lambda: state["mask"])}
 
+  def problem(self, state: Mapping[str, jax.Array]) -> str:
+    """Returns why the stored mask may not act, where that is known; '' otherwise."""
+    del state
+    return ""
+
+  def remarks(self, groups: Groups, state: Mapping[str, jax.Array]) -> list[str]:
+    """Returns what to log of the state that `first_state` made."""
+    del groups, state
+    return []
+
 
 def _once_a_shape(function: Callable, recipe: Recipe, step: Any, axis: Any, *arrays: Any) -> Any:
   # A network has dozens of kernels of one shape: under jit they share one trace. A step that is

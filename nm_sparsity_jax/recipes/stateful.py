@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import ClassVar
 
+import jax
 import jax.numpy as jnp
 
 from nm_sparsity_jax.core import schedules
@@ -198,8 +199,25 @@ class Hold(TakenOnce):
   def first_state(self, groups, w):
     given = w != 0
     full = groups.magnitude_mask(given.astype(jnp.float32), self.pattern)
-    # No error, since other weights may come after an `init`; `stored.current` raises it.
+    # No error, since other weights may come after an `init`.
     return {"mask": given & full, "over": jnp.sum(given & ~full).astype(jnp.int32)}
+
+  def problem(self, state):
+    over = state["over"]
+    if isinstance(over, jax.core.Tracer) or not over:
+      return ""
+    return (
+      f"groups of the first weights have {over} non-zeros too many, so start from weights that are "
+      "pruned, or take one_shot"
+    )
+
+  def remarks(self, groups, state):
+    if isinstance(state["mask"], jax.core.Tracer):
+      return []
+    full = groups.magnitude_mask(jnp.ones(groups.shape, jnp.float32), self.pattern)
+    missing = int(jnp.sum(full) - jnp.sum(state["mask"]))
+    few = f"groups have {missing} non-zeros less than they may, and keep what they have"
+    return [*filter(None, [self.problem(state)]), *([few] if missing else [])]
 
   def next_state(self, groups, state, w, step, last, grad, grad_at):
     del groups, w, step, last, grad, grad_at

@@ -46,21 +46,19 @@ def register(
     narrow: word -> regex of the paths that it narrows a role to, as 'decoder' in 'decoder/ff'.
     layouts: regex of whole paths -> a letter for each axis: 'i' for one that the product sums
       over, 'o' for one of outputs, '.' for one of a window, as 'iio' of a kernel (heads, head_dim,
-      embed). Several, for several ranks, have blanks between. A bias beside the kernel that has
-      not the shape of the outputs speaks against a layout. 'ooi+bias' counts beside a bias only.
-      'ioo+single' counts beside a bias, or where a parameter with one axis, such as a norm's,
-      shows that its block is not stacked. An 's' is the axis of a scan's layers, 0 or 1: all
-      parameters below the folder that the regex calls `stack`, as in '(?P<stack>layers/).*', must
-      be equally long there, and there alone. Leave out what a configuration changes;
-      `Rules.for_model` tells it.
+      embed). Several have blanks between, and the one that fits counts. A kernel of more than two
+      axes may be a stack of smaller ones, so a layout for it fits beside a bias that has the shape
+      of the outputs, or where a parameter with one axis, such as a norm's, stands in its block. An
+      's' is the axis of a stack's layers: all parameters below the folder that the regex calls
+      `stack`, as in '(?P<stack>layers/).*', must be equally long there, and on no other of the
+      first two axes. Leave out what a configuration changes; `Rules.for_model` tells it.
   """
   for regex in (*roles.values(), *(narrow or {}).values(), *(layouts or {})):
     compiled(regex, f"the family {family!r}")
   for regex, texts in (layouts or {}).items():
     for layout in texts.split():
-      letters = layout.removesuffix("+bias").removesuffix("+single")
       has_stack = "stack" in compiled(regex, "a family").groupindex
-      if not re.fullmatch(r"[ios.]*i[ios.]*", letters) or ("s" in letters and not has_stack):
+      if not re.fullmatch(r"[ios.]*i[ios.]*", layout) or ("s" in layout and not has_stack):
         raise ValueError(
           f"the family {family!r}: the layout {layout!r} needs an 'i', no other letters than i, o, "
           "s and '.', and with an 's' a folder (?P<stack>...) in its regex."
@@ -122,52 +120,37 @@ def role_of(path: str) -> str | None:
 
 def axis_of(path: str, shapes: Mapping[str, tuple[int, ...]]) -> tuple[int, ...] | None:
   """Returns the axes that the product sums over, where the family of a kernel is sure of them."""
-  shape, (folder, mark, name) = shapes[path], path.rpartition("/")
-  bias = shapes.get(f"{folder}{mark}{'b' if name == 'w' else 'bias'}")
-  # Of networks that a vmap stacks every parameter has one more axis, the first.
-  is_ensemble = len(shapes) > 1 and 0 in _stacked("", shapes, 2)
   for _, _, layouts in _families.values():
     for regex, texts in layouts.items():
       if not (found := compiled(regex, "a family").fullmatch(path)):
         continue
-      for text in texts.split():
-        layout, _, proof = text.partition("+")
-        outputs = tuple(n for n, letter in zip(shape, layout, strict=False) if letter in "os")
-        # haiku and Equinox write the bias of a convolution as (out, 1, 1).
-        proves = bias is not None and [n for n in bias if n > 1] == [n for n in outputs if n > 1]
-        if len(layout) != len(shape) or (bias is not None and not proves):
-          continue
-        is_single = proof == "single" and _has_vector(folder.rpartition("/")[0], shapes)
-        if proof and not proves and not is_single:
-          continue
-        if "s" in layout:
-          fits = _stacked(found["stack"], shapes) == [layout.index("s")]
-        else:
-          fits = len(shape) == 2 or proves or not is_ensemble
-        if fits:
-          return tuple(i for i, letter in enumerate(layout) if letter == "i")
+      stack = found.groupdict().get("stack", "")
+      fitting = [layout for layout in texts.split() if _fits(layout, path, shapes, stack)]
+      if len(fitting) == 1:
+        return tuple(i for i, letter in enumerate(fitting[0]) if letter == "i")
   return None
 
 
-def _has_vector(module: str, shapes: Mapping[str, tuple[int, ...]]) -> bool:
-  """Returns whether a parameter has one axis in the block of a module, such as attention."""
-  block, mark, _ = module.rpartition("/")
-  return any(len(shape) == 1 and path.startswith(block + mark) for path, shape in shapes.items())
-
-
-def _stacked(folder: str, shapes: Mapping[str, tuple[int, ...]], least: int = 0) -> list[int]:
-  """Returns which of the first two axes are equally long in all parameters below a folder.
-
-  Args:
-    folder: '' for all parameters.
-    shapes: path -> shape.
-    least: the rank that each one must have; with 0 those of rank 1 are passed over.
-  """
-  below = [shape for p, shape in shapes.items() if p.startswith(folder)]
-  stack = [shape for shape in below if len(shape) > 1]
-  if not stack or any(len(shape) < least for shape in below):
-    return []
-  return [axis for axis in (0, 1) if len({shape[axis] for shape in stack}) == 1]
+def _fits(layout: str, path: str, shapes: Mapping[str, tuple[int, ...]], stack: str) -> bool:
+  """Returns whether a kernel has this layout, by its rank, its bias and what stands around it."""
+  shape, (module, mark, name) = shapes[path], path.rpartition("/")
+  if len(layout) != len(shape):
+    return False
+  bias = shapes.get(f"{module}{mark}{'b' if name == 'w' else 'bias'}")
+  outputs = [n for n, letter in zip(shape, layout, strict=True) if letter in "os" and n > 1]
+  # haiku and Equinox write the bias of a convolution as (out, 1, 1).
+  if bias is not None and [n for n in bias if n > 1] != outputs:
+    return False
+  if "s" in layout:
+    layers = [x for p, x in shapes.items() if p.startswith(stack) and len(x) > 1]
+    equal = [axis for axis in (0, 1) if len({x[axis] for x in layers}) == 1]
+    return equal == [layout.index("s")]
+  # All parameters of a stack have one more axis. The block of attention/query is what holds
+  # attention. haiku writes the scale of a norm as (1, 1, 1, channels).
+  block, mark, _ = module.rpartition("/")[0].rpartition("/")
+  in_block = [x for p, x in shapes.items() if p.startswith(block + mark)]
+  is_single = any(sum(n > 1 for n in x) == 1 for x in in_block)
+  return len(shape) == 2 or bias is not None or is_single
 
 
 def _joined(pairs: Iterable[tuple[str, str]]) -> dict[str, str]:
@@ -234,8 +217,8 @@ register(
   {"encoder": r"(.*/)?encoderblock(_\d+)?/.*"},
   # Of flax's own class, under the name that flax gives it.
   {
-    r"(.*/)?MultiHeadDotProductAttention_\d+/(query|key|value)/kernel": "ioo+single",
-    r"(.*/)?MultiHeadDotProductAttention_\d+/out/kernel": "iio+single",
+    r"(.*/)?MultiHeadDotProductAttention_\d+/(query|key|value)/kernel": "ioo",
+    r"(.*/)?MultiHeadDotProductAttention_\d+/out/kernel": "iio",
   },
 )
 
@@ -274,8 +257,8 @@ register(
     r"(?P<stack>(.*/)?layers/)(mlp/layers/\d+|gate|up|down)/kernel": "sio",
     r"(?P<stack>(.*/)?layers/)attn/(query|key|value)/kernel": "sioo",
     r"(?P<stack>(.*/)?layers/)attn/out/kernel": "siio",
-    r"(.*/)?map_head/attn/(query|key|value)/kernel": "ioo+single",
-    r"(.*/)?map_head/attn/out/kernel": "iio+single",
+    r"(.*/)?map_head/attn/(query|key|value)/kernel": "ioo",
+    r"(.*/)?map_head/attn/out/kernel": "iio",
   },
 )
 
@@ -336,7 +319,7 @@ register(
     r"(.*/)?conv1d(_\d+)?/kernel": ".io",
     r"(.*/)?conv2d(_\d+)?/kernel": "..io",
     r"(.*/)?conv3d(_\d+)?/kernel": "...io",
-    rf"{_KERAS_ATTENTION}(query|key|value)/kernel": "ioo+single",
+    rf"{_KERAS_ATTENTION}(query|key|value)/kernel": "ioo",
     rf"({_KERAS_ATTENTION}|{_KERAS_GEMMA}attention/)attention_output/kernel": "iio",
   },
 )
@@ -402,7 +385,7 @@ register(
     "ff": r"(.*/)?mlp/layers/\d+/weight",
     **{role: rf"(.*/)?{name}_proj/weight" for role, name in _EQX.items()},
   },
-  layouts={r"(.*/)?(mlp/layers/\d+|(query|key|value|output)_proj)/weight": "oi ooi+bias"},
+  layouts={r"(.*/)?(mlp/layers/\d+|(query|key|value|output)_proj)/weight": "oi ooi"},
 )
 
 # haliax: a weight is a NamedArray, whose axes lie in the order that a program names them in.
@@ -461,7 +444,7 @@ register(
   "nnx",
   _attention_roles(rf"(.*/)?{_NNX_ATTENTION}"),
   layouts={
-    rf"(.*/)?{_NNX_ATTENTION}(query|key|value)/kernel": "ioo+single",
-    rf"(.*/)?{_NNX_ATTENTION}out/kernel": "iio+single",
+    rf"(.*/)?{_NNX_ATTENTION}(query|key|value)/kernel": "ioo",
+    rf"(.*/)?{_NNX_ATTENTION}out/kernel": "iio",
   },
 )

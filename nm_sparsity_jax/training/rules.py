@@ -378,13 +378,16 @@ def _default_axis(path: str, shapes: Mapping[str, tuple[int, ...]]) -> masks.Axi
 
 def _alternatives(regex: str) -> list[str]:
   """Returns what a regex joins by '|', outside of brackets."""
-  parts, depth = [""], 0
-  for token in re.findall(r"\\.|\[\^?\]?(?:\\.|[^]\\])*\]|.", regex):
-    depth += (token == "(") - (token == ")")
-    if token == "|" and not depth:
-      parts.append("")
+  parts, part = [], ""
+  for piece in regex.split("|"):
+    part += piece
+    try:
+      re.compile(part)
+    except re.error:  # '(a' of '(a|b)'
+      part += "|"
     else:
-      parts[-1] += token
+      parts.append(part)
+      part = ""
   return parts
 
 

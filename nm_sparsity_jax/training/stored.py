@@ -54,8 +54,8 @@ def init_state(params: Any, rules: Rules) -> State:
   for path, site in rules.assign(params).places.items():
     if site.recipe.stateful:
       new[path] = site.recipe.first_state(site.groups, arrays[path])
-      if "over" in new[path]:
-        _log_held(site, **new[path])
+      for remark in site.recipe.remarks(site.groups, new[path]):
+        _log.warning("%s %s at %r: %s", site.recipe.name, site.pattern, path, remark)
       # In the state, and not in the rules: a checkpoint may be read by other rules.
       new[path]["made"] = jnp.int32(site.fingerprint)
       new[path]["renewed"] = jnp.asarray(site.recipe.renewed(new[path], 0), jnp.int32)
@@ -134,12 +134,8 @@ def current(
   if not site.recipe.stateful:
     return step, None
   found = kept(site, state)
-  too_many = jnp.asarray(over := found.get("over", 0)) > 0
-  if not isinstance(too_many, jax.core.Tracer) and too_many:
-    raise ValueError(
-      f"{site.recipe.name} {site.pattern} at {site.path!r}: groups of the first weights have "
-      f"{over} non-zeros too many, so start from weights that are pruned, or take one_shot."
-    )
+  if problem := site.recipe.problem(found):
+    raise ValueError(f"{site.recipe.name} {site.pattern} at {site.path!r}: {problem}.")
   last = state["step"]  # type: ignore[index]  # else `kept` has raised
   at = check_step(site, step, last, found["made"], found["renewed"])
   return at, found["mask"]
@@ -191,24 +187,6 @@ def check_step(site: Site, step: jax.Array | int, last: Any, made: Any, renewed:
     )
   # What is traced cannot raise. At step -1 D is NaN, which nobody takes for a weight.
   return jnp.where(wrong, jnp.int32(-1), step)
-
-
-def _log_held(site: Site, mask: jax.Array, over: jax.Array) -> None:
-  """Says how many non-zeros are too many, or missing, where that is known."""
-  if isinstance(over, jax.core.Tracer):
-    return
-  what = site.recipe.name, site.pattern, site.path
-  if over:
-    _log.warning(
-      "%s %s at %r: groups have %s non-zeros too many; load pruned weights before the first update",
-      *what, over,
-    )  # fmt: skip
-  full = site.groups.magnitude_mask(jnp.ones(site.shape, jnp.float32), site.pattern)
-  if missing := int(jnp.sum(full) - jnp.sum(mask)):
-    _log.warning(
-      "%s %s at %r: groups have %s non-zeros less than they may, and keep what they have",
-      *what, missing,
-    )  # fmt: skip
 
 
 def _by_key(kept: Mapping[str, Mapping[str, jax.Array]], step: jax.Array) -> State:
