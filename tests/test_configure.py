@@ -20,6 +20,13 @@ def test_places_share_or_differ():
   made = configure.rules(places, "mdgf_linear", "1:2", **STEPS, beta=0.3).places
   assert [str(r.pattern) for r in made.values()] == ["1:2", "1:8", "3:4", "2:8"]
   assert made["ff"].beta == 0.3
+  # Roles of a network that nobody knows, and its axes. A checkpoint needs neither.
+  given = dict(roles={"ff": "(.*/)?up/w"}, axes={"(.*/)?up/w": -1})
+  made = configure.rules({"decoder/ff": "1:4", "q": None}, "sr_ste", "1:2", **STEPS, **given)
+  stored = rules_text.parse(rules_text.describe(made))
+  assert stored.match("decoder/up/w") and not stored.match("encoder/up/w")
+  assert stored.axes == given["axes"] and not stored.match("decoder/mlp/wi/kernel")
+  configure.agree(stored, "a", places={"decoder/ff": "1:4", "q": None}, **given)
 
 
 @pytest.mark.parametrize(
@@ -50,6 +57,8 @@ def test_a_mistake_names_the_macro(places, settings, message):
     ("GRADIENT='straight_through'", {"gradient": "straight_through"}),
     ("RECIPE_FIELDS=.*beta=0.5", {"fields": {"beta": 0.5}}),
     ("INDIVISIBLE='pad'", {"indivisible": "pad"}),
+    ("SPARSITY_AXES, 'a'=0", {"axes": {"a": 0}}),
+    ("SPARSITY_RULES", {"places": {"ff": None, "q": "1:2"}, "roles": {"q": "b"}}),
   ],
 )
 def test_the_setting_that_differs_from_a_checkpoint_is_named(macro, given):

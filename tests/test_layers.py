@@ -151,10 +151,14 @@ def test_a_layer_without_what_it_needs_says_so():
   assert_same(layers.with_step(filled, 3), filled)  # keeps the masks that it got earlier
   whole = layers.with_step(initialized("sr_ste")[1], 9)
   elsewhere = layers.Dense(3, rules=nms.Rules({"wi/kernel": SR_STE}))
+  # A plain layer that the rules name, beside one that masks itself.
+  beside = {**variables, "params": {**variables["params"], "wo": {"kernel": EYE}}}
+  everywhere = nms.Rules({".*kernel": SR_STE})
   for word, do in (
     ("variable_broadcast", lambda: plain.apply({"params": variables["params"]}, EYE)),
     ("needs the step", lambda: plain.apply(variables, EYE)),
     ("init_state", lambda: snip.apply(layers.with_step(snips, PHASES.total), EYE)),
+    ("name wo/kernel", lambda: layers.with_step(beside, 9, rules=everywhere)),
     # A part of a model, whose rules name the path in the whole: not quietly dense.
     ("was sparse", lambda: elsewhere.apply(whole, EYE)),
   ):

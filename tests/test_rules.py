@@ -73,6 +73,8 @@ TWICE = nms.Rules({"qkv": LINEAR, "encoder/q": OTHER})  # the first one has them
     ),
     ("multiple of", lambda: nms.Rules({"ff": CUSTOM}).assign(tree({WI: (24, 3)}))),  # each level
     ("'attention'", lambda: nms.Rules({"attention": LINEAR}).assign(QUERY)),
+    # '.*' takes biases and scales along.
+    ("'b'.*whole path", lambda: nms.Rules({".*": LINEAR}, {".*": 0}).assign(tree({"b": (8,)}))),
     ("not known for 'a'.*'b'", lambda: nms.Rules({".*": LINEAR}).assign({"a": X, "b": X})),
   ],
 )

@@ -204,9 +204,16 @@ def inside():
   return begin(make(SR_STE, optimizer_def=tx))
 
 
+def uncounted():
+  run = begin(started()[0], state=started()[1], cls=trainer.Trainer)
+  run._partitioned_train_step(run.train_state, batch_of())
+
+
 @pytest.mark.parametrize(
   "act, words",
   [
+    (uncounted, "counts no sparse steps.*SparseTrainer"),
+    (lambda: initializer_of(make(), cls=t5x_adapter.SparseTrainStateInitializer), "after T5X's"),
     (lambda: restored(lambda w: w.astype(jnp.bfloat16)), "bfloat16.*dtype = 'float32'"),
     (lambda: restored(lam=0.5), "(?s)has.*lam=0.5"),
     (lambda: as_started(pretrained_steps=7), "PRETRAINED_STEPS=7.*starts at global step 0"),

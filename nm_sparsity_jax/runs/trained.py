@@ -30,7 +30,8 @@ _MACROS = {
   "places": "SPARSITY_RULES", "recipe": "RECIPE", "pattern": "PATTERN",
   "sparse_steps": "SPARSE_STEPS", "dense_steps": "DENSE_STEPS",
   "finetune_steps": "FINETUNE_STEPS", "beta": "BETA", "gradient": "GRADIENT",
-  "fields": "RECIPE_FIELDS", "indivisible": "INDIVISIBLE",
+  "fields": "RECIPE_FIELDS", "indivisible": "INDIVISIBLE", "axes": "SPARSITY_AXES",
+  "roles": "SPARSITY_ROLES",
 }  # fmt: skip
 
 

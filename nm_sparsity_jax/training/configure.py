@@ -18,6 +18,7 @@ from nm_sparsity_jax.core.patterns import NM
 from nm_sparsity_jax.core.schedules import Phases
 from nm_sparsity_jax.recipes import Dense, Recipe
 from nm_sparsity_jax.recipes import recipe as make_recipe
+from nm_sparsity_jax.training.roles import matcher
 from nm_sparsity_jax.training.rules import Rules
 
 
@@ -33,6 +34,7 @@ def rules(
   fields: Mapping[str, Any] | None = None,
   axes: Mapping[str, masks.Axis] | None = None,
   indivisible: str = "error",
+  roles: Mapping[str, str] | None = None,
 ) -> Rules:
   """Makes `Rules` from settings that fit on a command line. Macro names in brackets.
 
@@ -50,8 +52,10 @@ def rules(
     beta: see the recipe; None = its own default [BETA].
     gradient: 'masked', 'straight_through' or None = the recipe's own default [GRADIENT].
     fields: more fields of the recipe, name -> value [RECIPE_FIELDS].
-    axes: see `Rules`.
+    axes: see `Rules` [SPARSITY_AXES].
     indivisible: see `Rules` [INDIVISIBLE].
+    roles: role -> regex of the kernels that `places` means by it [SPARSITY_ROLES]. The rules hold
+      the regex, so a checkpoint needs no roles of its own.
 
   Raises:
     ValueError: the first thing that is wrong, by its macro.
@@ -66,7 +70,7 @@ def rules(
   made: dict[str, Recipe] = {}
   if not isinstance(places, Mapping):
     raise ValueError(f"SPARSITY_RULES={places!r}: give place -> pattern, such as {{'ff': '1:8'}}.")
-  for place, value in places.items():
+  for place, value in _without_roles(places, roles).items():
     if isinstance(value, Recipe):
       made[place] = value
     elif value is None:
@@ -76,6 +80,13 @@ def rules(
   # What is wrong with a place itself, such as a regex, is said by the rules.
   with _macro("SPARSITY_RULES"):
     return Rules(made, axes or {}, indivisible)
+
+
+def _without_roles(places: Mapping[str, Any], roles: Mapping[str, str] | None) -> dict[str, Any]:
+  """Returns the places with a regex in place of each that names one of these roles."""
+  named = lambda place: place.rpartition("/")[2] in (roles or {})
+  with _macro("SPARSITY_ROLES"):
+    return {matcher(p, roles).pattern if named(p) else p: value for p, value in places.items()}
 
 
 def _recipe(name: Any, pattern: Any, settings: Mapping[str, Any], macro: str) -> Recipe:
@@ -132,6 +143,9 @@ def agree(stored: Rules, source: str, **given: Any) -> None:
 
   given = {name: value for name, value in given.items() if value is not None}
   places = given.get("places", dict.fromkeys(stored.places))
+  places = _without_roles(places, given.get("roles"))
+  for regex, axis in given.get("axes", {}).items():
+    check(f"SPARSITY_AXES, {regex!r}", axis, stored.axes.get(regex))
   check("SPARSITY_RULES", {*places}, {*stored.places})
   shared = {str(stored.places[place].pattern): 0 for place, said in places.items() if said is None}
   if "pattern" in given and shared:

@@ -160,7 +160,9 @@ class Conv(_Masked, nn.Conv):
   _contracted = -2
 
 
-def with_step(variables: Mapping[str, Any], step: Any, state: State | None = None) -> Any:
+def with_step(
+  variables: Mapping[str, Any], step: Any, state: State | None = None, rules: Rules | None = None
+) -> Any:
   """Returns `variables` with the step, and the stored mask, of every sparse layer.
 
       model.apply(with_step({**variables, "params": params}, step, state), x)
@@ -173,11 +175,21 @@ def with_step(variables: Mapping[str, Any], step: Any, state: State | None = Non
     state: what `nms.init_state` or `nms.update_state` returned; its masks become the collection
       `nm_sparsity_state`. None keeps the masks that `variables` got by an earlier call; those of
       `init` stand for nothing, and a stateful recipe refuses them.
+    rules: those of the layers. A kernel that they name and whose layer is a plain one, which would
+      train dense, is then an error.
 
   Returns:
     A new mapping of the same type.
   """
   step = as_step(step)
+  masked = {path.rpartition("/")[0] for path, _ in flatten(variables[COLLECTION])}
+  named = [path for path, _ in flatten(variables["params"])] if rules else []
+  plain = [p for p in named if rules.sparse_recipe(p) and p.rpartition("/")[0] not in masked]
+  if plain and rules.indivisible != "skip":  # which leaves some of them dense on purpose
+    raise ValueError(
+      f"the rules name {', '.join(plain)}, whose layers mask nothing and would train dense: build "
+      "them from nms.layers, or name them 'dense' first."
+    )
   stamps = [dict(flatten(state[key])) for key in ("made", "renewed")] if state else []
 
   def fill(path, leaf):

@@ -208,7 +208,7 @@ class Rules:
     found: dict[str, masks.Axis] = {}
     refused = []
     for path, shape in shapes.items():
-      if self._sparse_recipe(path) is None:
+      if self.sparse_recipe(path) is None:
         continue
       by_hand = self._axis_of(path)
       known: Any = traced.axes.get(path)
@@ -243,7 +243,7 @@ class Rules:
     place = self.match(path)
     return None if place is None else self.places[place]
 
-  def _sparse_recipe(self, path: str) -> Recipe | None:
+  def sparse_recipe(self, path: str) -> Recipe | None:
     """Returns the recipe that makes a parameter sparse, None where it stays dense."""
     recipe = self.find(path)
     return None if isinstance(recipe, Dense) else recipe
@@ -256,7 +256,7 @@ class Rules:
       shape: shape of the parameter.
       axis: its contraction axis.
     """
-    recipe = self._sparse_recipe(path)
+    recipe = self.sparse_recipe(path)
     if recipe is None:
       return None
     site = Site(path, recipe, Groups(tuple(shape), axis), self.match(path) or "")
@@ -302,14 +302,17 @@ class Rules:
     known, sites, skipped, dense = dict(shapes), {}, {}, []
     ambiguous: list[str] = []
     for path, shape in shapes:
-      if self._sparse_recipe(path) is None:
+      if self.sparse_recipe(path) is None:
         dense.append(path)
         continue
       axis = self._axis_of(path)
       axis = _default_axis(path, known) if axis is None else axis
-      site = None if axis is None else self.site(path, shape, axis)
+      # A bias or a scale that '.*' takes along; who means it names it.
+      is_vector = len(shape) == 1 and path not in {*self.places, *self.axes}
+      site = None if axis is None or is_vector else self.site(path, shape, axis)
       if site is None:
-        ambiguous.append(f"{path!r} of shape {shape}")
+        hint = ", a bias or a scale unless its whole path is named" if is_vector else ""
+        ambiguous.append(f"{path!r} of shape {shape}{hint}")
       elif isinstance(site, str):
         skipped[path] = site
         _log.warning("%s stays dense: %s", path, site)
@@ -321,7 +324,7 @@ class Rules:
       raise ValueError(
         f"which axis the product sums over is not known for {', '.join(ambiguous)}: let the "
         "forward pass tell, rules = rules.for_model(forward, params, *inputs), or name it, such as "
-        "axes={'.*/kernel': 0}."
+        "axes={'.*/kernel': 0} (gin: SPARSITY_AXES)."
       )
     self._check_all_used(known)
     return Assignment(sites, skipped, tuple(dense))
@@ -349,7 +352,7 @@ class Rules:
         f"{len(shapes)} parameters begin {', '.join([*shapes][:4])} and have {have}. A place (gin: "
         f"in SPARSITY_RULES) is a role ({', '.join(roles.regexes())}; narrowed as in encoder/ff, "
         "decoder/cross/qkv) or a regex for the whole path, such as '.*/kernel'; nms.roles.register "
-        "adds roles, and optional= lists places that may match nothing."
+        "(gin: SPARSITY_ROLES) adds roles, and optional= lists places that may match nothing."
       )
 
 

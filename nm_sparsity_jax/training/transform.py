@@ -107,6 +107,8 @@ def sparse(tx: optax.GradientTransformation, rules: Rules) -> optax.GradientTran
     for phases in {site.recipe.phases: None for site in sites.values()}:
       if phases.dense == phases.total:
         _log.warning("%s has no step that is sparse: the last update prunes at one stroke", phases)
+      elif phases.finetune < phases.total < 20:
+        _log.warning("%s count updates of the optimizer, not epochs: so few?", phases)
     shardings = _shardings_of(params)
     rules = rules.with_shardings(shardings) if shardings else rules
     dense = map_with_names(lambda p, w: _master(p, w) if p in sites else _NONE, params)

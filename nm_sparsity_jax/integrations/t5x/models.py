@@ -59,8 +59,10 @@ class SparseModel(models.BaseTransformerModel):
     stored_rules: the same, with the axes and shardings that `get_initial_variables` and
       `know_shardings` learn.
     made: path -> shape and dtype of each parameter, from `get_initial_variables` on.
+    is_counted: whether the train step that calls `loss_fn` counts sparse steps.
   """
 
+  is_counted = False
   rules: Rules
   stored_rules: Rules
   made: Mapping[str, Any]
@@ -106,6 +108,12 @@ class SparseModel(models.BaseTransformerModel):
 
   def loss_fn(self, params, batch, dropout_rng, flax_mutables=None):
     """Returns the loss at the step that `flax_mutables` holds, metrics and the same mutables."""
+    if dropout_rng is not None and not self.is_counted:  # no evaluation
+      raise ValueError(
+        "the trainer of this run counts no sparse steps, so the schedule would stay at step 0: bind "
+        "train.trainer_cls = @t5x_adapter.SparseTrainer, or name nm_sparsity_jax's run file after "
+        "the file that binds another one."
+      )
     params = self.effective(params, flax_mutables)
     loss, metrics = super().loss_fn(params, batch, dropout_rng)
     return loss, (metrics, flax_mutables)

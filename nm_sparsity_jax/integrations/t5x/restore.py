@@ -22,6 +22,7 @@ from etils import epath
 from t5x import state_utils, utils
 
 from nm_sparsity_jax.integrations import gin_files
+from nm_sparsity_jax.integrations.t5x.models import SparseModel
 from nm_sparsity_jax.runs import folders
 from nm_sparsity_jax.training import layers
 
@@ -46,6 +47,11 @@ class SparseTrainStateInitializer(utils.TrainStateInitializer):
   def __init__(self, optimizer_def, init_fn, *args, **kwargs):
     super().__init__(optimizer_def, init_fn, *args, **kwargs)
     model = init_fn.__self__
+    if not isinstance(model, SparseModel):
+      raise ValueError(
+        f"the program's model is a {type(model).__name__}, which trains dense: name "
+        "nm_sparsity_jax's run file after T5X's, which binds another model."
+      )
     model.know_shardings(self._partitioner.mesh, self.train_state_axes.params)
     self.global_train_state_shape = _CheckedState(self.global_train_state_shape, model.check)
     if jax.process_index() == 0:
