@@ -173,7 +173,7 @@ def test_a_traced_step_or_mask_that_is_wrong_is_nan():
   due = layers.with_step(variables, late, state)
   with pytest.raises(ValueError, match="out of date"):
     layer.apply(due, EYE)
-  renewed = {"kernel": jnp.int32(EACH["idp"].renewals(late))}
+  renewed = {"kernel": jnp.int32(EACH["idp"].renewals_due(late))}
   good = layers.with_step(variables, late, state | {"step": late, "renewed": renewed})
   wrong = variables, layers.with_step(variables, late), due
   assert all(np.isnan(apply(v, EYE)).any() for v in wrong)

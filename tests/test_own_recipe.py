@@ -46,7 +46,7 @@ class Soft(nms.Recipe):
   def chosen(self, w, step, axis, stored):
     return stored
 
-  def renewals(self, step):
+  def renewals_due(self, step):
     return jnp.asarray(step, jnp.int32)
 
   def first_state(self, groups, w):

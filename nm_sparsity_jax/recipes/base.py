@@ -44,7 +44,8 @@ class Recipe:
       sparse_from        the first step of the schedule proper; the end of the dense phase
       chosen             the mask of the level that holds; by magnitude
       final              what is deployed; the weight where the mask keeps it, else 0
-      stateful, renewals, first_state, next_state   a mask that is kept, as `OneShot` does
+      stateful, renewals_due, first_state, next_state   a mask that is kept, as `OneShot` does
+      effective, pull_back, was_kept   together: W~, the gradient at W, and the mask seen in W~
       __post_init__      checks of your own; call that of `Recipe` first
 
   Attributes:
@@ -114,7 +115,10 @@ class Recipe:
     return schedules.HARD
 
   def decay(self, step: jax.Array | int) -> jax.Array:
-    """Returns D at `step`, a float32 scalar in [0, 1]; NaN at a negative step: none was given."""
+    """Returns D at `step`, a float32 scalar in [0, 1].
+
+    At step -1 it is NaN: no step was given, or a stored mask is wrong.
+    """
     step = as_step(step)
     # The phases stand above every curve: each recipe equals dense first, and is n:m at the end.
     d = self.curve.value(step - self.phases.dense, jnp)
@@ -144,7 +148,7 @@ class Recipe:
         "nms.init_state(params, rules), refresh it by nms.update_state after each optimizer "
         "update, and pass it (state=..., or mask=... for one weight)."
       )
-    return _once_a_shape(_mask, self, step, axis, w, mask)
+    return _jit_if_traced(_mask, self, step, axis, w, mask)
 
   def effective(
     self,
@@ -164,7 +168,7 @@ class Recipe:
     Returns:
       Shape and dtype of `w`; differentiable with respect to it.
     """
-    return _once_a_shape(_effective, self, step, axis, w, mask)
+    return _jit_if_traced(_effective, self, step, axis, w, mask)
 
   def pull_back(
     self,
@@ -193,7 +197,7 @@ class Recipe:
     # Nothing to change, so nothing is compiled and read either.
     if self.gradient_mode == "straight_through" and not self.lam:
       return grad
-    return _once_a_shape(_pull_back, self, step, 0, grad, w, seen, mask)
+    return _jit_if_traced(_pull_back, self, step, 0, grad, w, seen, mask)
 
   def was_kept(
     self, w: jax.Array, seen: jax.Array, decay: jax.Array, mask: jax.Array | None
@@ -258,15 +262,15 @@ class Recipe:
       found = segment.start
     return found
 
-  def renewals(self, step: jax.Array | int) -> jax.Array | int:
+  def renewals_due(self, step: jax.Array | int) -> jax.Array | int:
     """Returns how many renewals of the stored mask are due by `step`; 0 where none is kept."""
     del step
     return 0
 
-  def renewed(self, state: dict[str, jax.Array], last: jax.Array | int) -> jax.Array | int:
+  def renewals_done(self, state: dict[str, jax.Array], last: jax.Array | int) -> jax.Array | int:
     """Returns how many times the mask in `state` was renewed, after `next_state` at step `last`."""
     del state
-    return self.renewals(last)
+    return self.renewals_due(last)
 
   def first_state(self, groups: Groups, w: jax.Array) -> dict[str, jax.Array]:
     """Returns what `init_state` stores for one weight: at least "mask", bool, shape of `w`."""
@@ -298,7 +302,7 @@ class Recipe:
       grad_at: the weight that `grad` was taken at.
     """
     del grad, grad_at
-    due = self.renewals(step) > self.renewals(last)
+    due = self.renewals_due(step) > self.renewals_due(last)
     take = lambda: groups.magnitude_mask(w, self.pattern)
     return {"mask": when(due, take, lambda: state["mask"])}
 
@@ -313,7 +317,7 @@ class Recipe:
     return []
 
 
-def _once_a_shape(function: Callable, recipe: Recipe, step: Any, axis: Any, *arrays: Any) -> Any:
+def _jit_if_traced(function: Callable, recipe: Recipe, step: Any, axis: Any, *arrays: Any) -> Any:
   # A network has dozens of kernels of one shape: under jit they share one trace. A step that is
   # known runs without jit, so that Python takes the branch and nothing else is compiled.
   step = as_step(step)

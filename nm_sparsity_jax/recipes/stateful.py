@@ -28,7 +28,7 @@ class TakenOnce(Recipe):
     del w, seen, decay
     return mask
 
-  def renewals(self, step):
+  def renewals_due(self, step):
     return (as_step(step) >= self.sparse_from).astype(jnp.int32)
 
 
@@ -89,7 +89,7 @@ class Snip(TakenOnce):
     # The gradients that are summed are those of dense training, so D = 1 until the last of them.
     return self.phases.dense + self.batches
 
-  def renewed(self, state, last):
+  def renewals_done(self, state, last):
     del last
     return (state["seen"] >= self.batches).astype(jnp.int32)
 
@@ -146,7 +146,7 @@ class Idp(Recipe):
     # Anew at each step, but among the survivors of the level before alone.
     return leveled_mask(self.levels(), w, step, axis, parent=stored)
 
-  def renewals(self, step):
+  def renewals_due(self, step):
     levels = self.levels()
     return value_at(levels, as_step(step), range(len(levels)))
 
@@ -157,7 +157,7 @@ class Idp(Recipe):
     # One choice replays all levels crossed: the best of the best is the best.
     n = value_at(levels, step, [kept[0], *kept[:-1]])
     take = lambda: groups.magnitude_mask(w, self.pattern, n, state["mask"])
-    due = self.renewals(step) > self.renewals(last)
+    due = self.renewals_due(step) > self.renewals_due(last)
     return {"mask": when(due, take, lambda: state["mask"])}
 
 
@@ -192,7 +192,7 @@ class Hold(TakenOnce):
         f"hold(phases={self.phases}): keeps the mask of the first weights, so leave dense out."
       )
 
-  def renewed(self, state, last):
+  def renewals_done(self, state, last):
     del last
     return jnp.where(state["over"] == 0, jnp.int32(1), jnp.int32(0))  # else no step has a mask
 

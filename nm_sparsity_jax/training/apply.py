@@ -1,6 +1,8 @@
 """A whole parameter tree: effective parameters, exact zeros, proof.
 
 params, rules, step, state -> [sparsify] -> dense model;  at the end [finalize] -> [verify]
+
+For loops that keep W themselves. After `nms.sparse` only `verify` is needed.
 """
 
 from __future__ import annotations
@@ -38,8 +40,9 @@ def sparsify(params: Any, rules: Rules, step: jax.Array | int, state: State | No
     step: the number of updates applied, such as `nms.step_count(opt_state)`.
     state: what `init_state` made and `update_state` refreshed, for the recipes that keep a mask.
 
-  A stored mask that should have been renewed by `step` and was not (a forgotten `update_state`) is
-  an error; where the step is traced it makes the weights NaN, so that it cannot pass unseen.
+  Raises:
+    ValueError: a stored mask should have been renewed by `step` and was not, as where
+      `update_state` was forgotten. Where the step is traced, the weights become NaN instead.
   """
   sites = rules.assign(params).places
   step = as_step(step)
@@ -74,7 +77,7 @@ def finalize(
     step: the number of updates applied. A step at which the schedule of a site is not over is an
       error; where the step is traced, the weights become NaN.
     state: the stored masks, for the recipes that keep one.
-    early: finalize although a schedule is not over. Of snip, the mask must be there.
+    early: finalize although a schedule is not over. snip must have its mask by then.
   """
   assignment = rules.assign(params)
   step = as_step(step)
@@ -190,7 +193,8 @@ def verify(params: Any, rules: Rules) -> Report:
   -0.0 is zero; 1e-40 is not.
 
   Args:
-    params: the finalized parameters.
+    params: the weights to be deployed: the parameters of a loop with `nms.sparse`, or what
+      `finalize` returned.
     rules: the rules.
 
   Returns:

@@ -16,6 +16,7 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Iterable, Mapping
+from typing import NamedTuple
 
 # What several roles are called together.
 COMPOSITES: Mapping[str, tuple[str, ...]] = {
@@ -24,8 +25,17 @@ COMPOSITES: Mapping[str, tuple[str, ...]] = {
 }
 
 _Words = Mapping[str, str]
-# Name -> its roles, its words that narrow, its layouts.
-_families: dict[str, tuple[_Words, _Words, _Words]] = {}
+
+
+class _Family(NamedTuple):
+  """What `register` takes."""
+
+  roles: _Words
+  narrow: _Words
+  layouts: _Words
+
+
+_families: dict[str, _Family] = {}
 
 
 def register(
@@ -41,17 +51,21 @@ def register(
 
   Args:
     family: its name, such as 't5'.
-    roles: role -> regex of the whole '/'-joined paths of kernels that have it. They must not be
-      words for something else. A kernel that holds several of q, k and v has the role 'qkv'.
+    roles: role -> regex of the whole '/'-joined paths of kernels that have it. A kernel that holds
+      several of q, k and v has the role 'qkv'.
     narrow: word -> regex of the paths that it narrows a role to, as 'decoder' in 'decoder/ff'.
-    layouts: regex of whole paths -> a letter for each axis: 'i' for one that the product sums
-      over, 'o' for one of outputs, '.' for one of a window, as 'iio' of a kernel (heads, head_dim,
-      embed). Several have blanks between, and the one that fits counts. A kernel of more than two
-      axes may be a stack of smaller ones, so a layout for it fits beside a bias that has the shape
-      of the outputs, or where a parameter with one axis, such as a norm's, stands in its block. An
-      's' is the axis of a stack's layers: all parameters below the folder that the regex calls
-      `stack`, as in '(?P<stack>layers/).*', must be equally long there, and on no other of the
-      first two axes. Leave out what a configuration changes; `Rules.for_model` tells it.
+    layouts: regex of whole paths -> a letter for each axis. Leave out what a configuration
+      changes; `Rules.for_model` tells it.
+
+        letters  'i' is an axis that the product sums over, 'o' one of outputs, '.' one of a
+                 window: 'iio' is a kernel (heads, head_dim, embed).
+        several  'io oio' has a layout for each rank. The one that fits counts.
+        stacks   's' is the axis of a stack's layers, as in 'sio'. The regex names the folder of
+                 the stack, '(?P<stack>layers/).*'. All parameters below it must be equally long
+                 there, and on no other of the first two axes.
+        proof    A kernel of more than two axes may be a stack of smaller ones. So its layout fits
+                 only beside a bias that has the shape of the outputs, or where a parameter with
+                 one axis, such as a norm's, stands in its block.
   """
   for regex in (*roles.values(), *(narrow or {}).values(), *(layouts or {})):
     compiled(regex, f"the family {family!r}")
@@ -63,7 +77,7 @@ def register(
           f"the family {family!r}: the layout {layout!r} needs an 'i', no other letters than i, o, "
           "s and '.', and with an 's' a folder (?P<stack>...) in its regex."
         )
-  _families[family] = roles, narrow or {}, layouts or {}
+  _families[family] = _Family(roles, narrow or {}, layouts or {})
 
 
 # Python's own cache keeps 512 patterns, and a large network has more.
@@ -84,8 +98,8 @@ def regexes() -> dict[str, str]:
   """
   return _joined(
     (word, regex)
-    for roles, _, _ in _families.values()
-    for role, regex in roles.items()
+    for family in _families.values()
+    for role, regex in family.roles.items()
     for word in (role, *(whole for whole, parts in COMPOSITES.items() if role in parts))
   )
 
@@ -103,7 +117,7 @@ def matcher(place: str, more: _Words | None = None) -> re.Pattern[str]:
     more: role -> regex, of roles that no rules name.
   """
   known = regexes() | dict(more or {})
-  words = _joined(pair for _, narrow, _ in _families.values() for pair in narrow.items())
+  words = _joined(pair for family in _families.values() for pair in family.narrow.items())
   *narrow, role = place.split("/")
   if role not in known or not words.keys() >= set(narrow):
     return compiled(place, f"the place {place!r}")
@@ -114,14 +128,14 @@ def matcher(place: str, more: _Words | None = None) -> re.Pattern[str]:
 
 def role_of(path: str) -> str | None:
   """Returns the role of a kernel in whatever family names it, None where none does."""
-  known = (pair for roles, _, _ in _families.values() for pair in roles.items())
+  known = (pair for family in _families.values() for pair in family.roles.items())
   return next((role for role, regex in known if re.fullmatch(regex, path)), None)
 
 
 def axis_of(path: str, shapes: Mapping[str, tuple[int, ...]]) -> tuple[int, ...] | None:
   """Returns the axes that the product sums over, where the family of a kernel is sure of them."""
-  for _, _, layouts in _families.values():
-    for regex, texts in layouts.items():
+  for family in _families.values():
+    for regex, texts in family.layouts.items():
       if not (found := compiled(regex, "a family").fullmatch(path)):
         continue
       stack = found.groupdict().get("stack", "")
@@ -324,9 +338,9 @@ register(
   },
 )
 
-# --- decoders ---------------------------------------------------------------------------------
+# --- MaxText ----------------------------------------------------------------------------------
 
-# MaxText. Its `param_scan_axis` is 1 or 0, which no path tells. A scanned T5 of T5X has a folder
+# Its `param_scan_axis` is 1 or 0, which no path tells. A scanned T5 of T5X has a folder
 # decoder/decoder/ and is another matter: there a rank of 3 is one of layers. A `wi` of rank 3 may
 # be a fused one, or stacked.
 _MAXTEXT_LAYER = r"(.*/)?decoder/(layers_remainder/)?(\w+_)?layers_\d+/"
@@ -352,7 +366,7 @@ register(
   },
 )
 
-# --- language models -------------------------------------------------------------------------
+# --- Gemma -----------------------------------------------------------------------------------
 
 # google-deepmind's Gemma 2, 3, 3n and 4. A configuration may turn gating_einsum, but not that of
 # Gemma 4's experts, so `Rules.for_model` tells its axis.
@@ -414,7 +428,7 @@ register(
   },
 )
 
-# --- decoders and NNX ---------------------------------------------------------------------------
+# --- Tunix and NNX ------------------------------------------------------------------------------
 
 # Tunix's Llama 3, Qwen 2 and 3 and Gemma 1 to 4, and what else in NNX has the names of Llama. The
 # layers of Tunix are a list and no stack, so a rank is sure of the axis.

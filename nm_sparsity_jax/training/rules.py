@@ -2,8 +2,8 @@
 
     params[path] -> [rules: recipe, axis, what to do when the axis does not divide] -> Site
 
-One table, read by the layers, by `sparsify`, by the optimizer term, by verification and by the
-plan, so that they agree. (`axes=` is for the stored tree; a layer groups along what it contracts.)
+One table, read by the layers, by `sparsify`, by the optimizer, by verification and by the plan, so
+that they agree. (`axes=` is for the stored tree; a layer groups along what it contracts.)
 """
 
 from __future__ import annotations
@@ -226,7 +226,7 @@ class Rules:
     if refused:
       raise ValueError(
         "for_model cannot say along which one axis the program contracts these parameters, so "
-        f"leave them out of the rules, or mend axes=: {'; '.join(refused)}."
+        f"leave them out of the rules, or correct axes=: {'; '.join(refused)}."
       )
     return self.with_axes(found)
 
@@ -307,7 +307,7 @@ class Rules:
         continue
       axis = self._axis_of(path)
       axis = _default_axis(path, known) if axis is None else axis
-      # A bias or a scale that '.*' takes along; who means it names it.
+      # '.*' also matches biases and scales. To make one sparse, write its whole path.
       is_vector = len(shape) == 1 and path not in {*self.places, *self.axes}
       site = None if axis is None or is_vector else self.site(path, shape, axis)
       if site is None:

@@ -3,9 +3,9 @@
     params, rules -> [init_state] -> state -> [update_state, after each update] -> state
     site, step, state -> [current] -> the mask to act by, or an error that says what is wrong
 
-A recipe that keeps a mask says how often it is to be renewed by a step. A state notes for each
-mask how often it was renewed, and for which recipe and axis it was made. Both meet here alone, so a
-mask that is missing, of other rules or out of date cannot act unseen.
+A recipe gives the number of renewals of its mask that are due at each step. The state records how
+many happened, and for which recipe and axis the mask was made. Both meet here alone, so a mask that
+is missing, of other rules or out of date cannot act unseen.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def init_state(params: Any, rules: Rules) -> State:
         _log.warning("%s %s at %r: %s", site.recipe.name, site.pattern, path, remark)
       # In the state, and not in the rules: a checkpoint may be read by other rules.
       new[path]["made"] = jnp.int32(site.fingerprint)
-      new[path]["renewed"] = jnp.asarray(site.recipe.renewed(new[path], 0), jnp.int32)
+      new[path]["renewed"] = jnp.asarray(site.recipe.renewals_done(new[path], 0), jnp.int32)
   return _by_key(new, jnp.int32(0))
 
 
@@ -115,7 +115,7 @@ def update_state(
     new[path] = recipe.next_state(site.groups, old, arrays[path], step, last, grad, grad_at)
     # Not the fingerprint of these rules: a mask of others must stay recognizable as theirs.
     new[path]["made"] = old["made"]
-    new[path]["renewed"] = jnp.asarray(recipe.renewed(new[path], latest), jnp.int32)
+    new[path]["renewed"] = jnp.asarray(recipe.renewals_done(new[path], latest), jnp.int32)
   return _by_key(new, latest)
 
 
@@ -172,7 +172,7 @@ def check_step(site: Site, step: jax.Array | int, last: Any, made: Any, renewed:
     made: the `fingerprint` of the site that the mask was made for.
     renewed: how many times it was renewed.
   """
-  step, due = as_step(step), site.recipe.renewals(step)
+  step, due = as_step(step), site.recipe.renewals_due(step)
   other_rules = jnp.asarray(made) != site.fingerprint
   # A state of a later step than this one has forgotten the masks of the earlier step.
   untimely = (jnp.asarray(renewed) != due) | (step < last)
@@ -185,7 +185,6 @@ def check_step(site: Site, step: jax.Array | int, last: Any, made: Any, renewed:
       "nms.init_state(params, rules), and call nms.update_state(state, params, rules, step, "
       "grads=grads) after each update, from the first one on; snip needs each gradient."
     )
-  # What is traced cannot raise. At step -1 D is NaN, which nobody takes for a weight.
   return jnp.where(wrong, jnp.int32(-1), step)
 
 

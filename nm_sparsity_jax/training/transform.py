@@ -43,7 +43,7 @@ class SparseState(NamedTuple):
   Attributes:
     count: the updates applied so far, an int32 scalar.
     rules: the text of the rules that made the state, uint8; `rules_text.unpack` reads it.
-    dense: W of the sparse kernels, float32 where the parameter is shorter; `optax.MaskedNode` in
+    dense: W of the sparse kernels, float32 where the parameter is narrower; `optax.MaskedNode` in
       place of all other parameters.
     masks: what `nms.init_state` keeps; `{}` where no recipe keeps a mask.
     inner_state: the state of the wrapped transformation.
@@ -64,14 +64,16 @@ def sparse(tx: optax.GradientTransformation, rules: Rules) -> optax.GradientTran
       print(nms.verify(params, rules))
 
   `params` are the effective weights W~ of the step, so a loss, an evaluation or an export takes
-  them as they are, and at the end of the schedule they are n:m. W are the dense weights, which lie
-  in the state, t is the number of updates so far, and g is the gradient at W~. An update does
+  them as they are, and at the end of the schedule they are n:m. The state holds the dense weights
+  W. The mask marks the n weights of each group that are kept. D(t) in [0, 1] is the recipe's decay
+  at update t: 1 is dense, 0 is sparse. lam weighs SR-STE's term, and g is the gradient at W~. An
+  update does
 
-      g_W = pulled(g) + lam * (1 - mask) * W
+      g_W = pull_back(g) + lam * (1 - mask) * W
       W   = W + update of `tx` for g_W at W
       W~  = W * (mask + D(t + 1) * (1 - mask)),   the new `params`
 
-  where pulled(g) is g * (mask + D(t) * (1 - mask)), or g itself, by the recipe's gradient mode.
+  where pull_back(g) is g * (mask + D(t) * (1 - mask)), or g itself, by the recipe's gradient mode.
 
   Transformations that move parameters go inside: clipping, schedules, `optax.flatten`, and
   `mechanize`, `sam` and `schedule_free` of `optax.contrib`. They then move W. `sam` takes two
@@ -88,7 +90,7 @@ def sparse(tx: optax.GradientTransformation, rules: Rules) -> optax.GradientTran
   The first forward pass sees the weights that you start from, also with `dense=0`. They are taken
   as W at the first update, so weights may be loaded after `init`. `optax.apply_updates` adds
   W~ - params to params, so a weight that is kept may differ from W~ in its last bit. Zeros are
-  exact, since no update is shorter than its parameter: where the dtype of the gradient is another
+  exact, since no update is narrower than its parameter: where the dtype of the gradient is another
   one, the update has that of W.
 
   Args:
@@ -102,7 +104,9 @@ def sparse(tx: optax.GradientTransformation, rules: Rules) -> optax.GradientTran
   inner = optax.with_extra_args_support(tx)
 
   def init(params):
-    nonlocal rules  # under jit `update` cannot see how arrays are sharded, so `init` notes it
+    # Under jit `update` cannot see how arrays are sharded, so `init` notes it. It changes the speed
+    # of masks, and no bit.
+    nonlocal rules
     sites = rules.assign(params).places
     for phases in {site.recipe.phases: None for site in sites.values()}:
       if phases.dense == phases.total:
@@ -145,7 +149,7 @@ def sparse(tx: optax.GradientTransformation, rules: Rules) -> optax.GradientTran
     # The gradient at W.
     sites = rules.assign(params).places
     step = _checked_step(state, rules, sites)
-    seen = dict(flatten(params))
+    effective = dict(flatten(params))
     grads = dict(flatten(updates))
     w_by_path = _dense(state, params)
     masks = state.masks
@@ -156,14 +160,14 @@ def sparse(tx: optax.GradientTransformation, rules: Rules) -> optax.GradientTran
     g_w = {}
     for path, site in sites.items():
       at, mask = stored.current(site, step, masks)
-      g_w[path] = site.recipe.pull_back(grads[path], w_by_path[path], seen[path], at, mask)
+      g_w[path] = site.recipe.pull_back(grads[path], w_by_path[path], effective[path], at, mask)
 
     # The inner update. Its weight decay and trust ratios are those of W, not of W~.
     w_tree = map_with_names(lambda p, x: w_by_path[p].astype(x.dtype) if p in sites else x, params)
     with _relaxed():
       g_tree = _replaced(updates, g_w)
       w_updates, inner_state = inner.update(g_tree, state.inner_state, w_tree, **extra)
-    # W may be longer than the parameter: a short W would lose updates that are below its last bit.
+    # W may be wider than the parameter: a narrow W would lose updates that are below its last bit.
     new_w = {
       p: w_by_path[p] + u.astype(w_by_path[p].dtype) for p, u in flatten(w_updates) if p in sites
     }
@@ -181,9 +185,9 @@ def sparse(tx: optax.GradientTransformation, rules: Rules) -> optax.GradientTran
         return u
       at, mask = stored.current(sites[path], count, masks)
       now = sites[path].effective(new_w[path], at, mask)
-      old = seen[path]
+      old = effective[path]
       move = now - old.astype(now.dtype)
-      # A move in the dtype of a shorter gradient would leave a rest where W~ is 0.
+      # A move in the dtype of a narrower gradient would leave a rest where W~ is 0.
       return move.astype(old.dtype) if grads[path].dtype == old.dtype else move
 
     dense = map_with_names(lambda path, _: new_w[path], state.dense)
@@ -199,7 +203,7 @@ def dense_params(params: Any, opt_state: Any) -> Any:
 
       w = nms.dense_params(params, opt_state)   # to average them, or to look at what is pruned
 
-  What no rule names is passed through. A kernel is float32 where its parameter is shorter.
+  What no rule names is passed through. A kernel is float32 where its parameter is narrower.
 
   Args:
     params: the parameters, W~.
@@ -302,7 +306,7 @@ def add_sr_ste(
     # The mask of the forward pass of this step, made anew: nothing carries it here.
     at, mask = stored.current(site, step, state)
     pruned = jnp.where(site.mask(w, at, mask), jnp.zeros_like(w), w)
-    # In float32, since lambda * W may be a subnormal of a shorter dtype.
+    # In float32, since lambda * W may be a subnormal of a narrower dtype.
     lam = jnp.float32(site.recipe.lam * scale)
     return g + (lam * pruned.astype(jnp.float32)).astype(g.dtype)
 
@@ -363,7 +367,7 @@ def step_count(opt_state: Any) -> jax.Array:
 
 
 def _master(path: str, w: jax.Array) -> jax.Array:
-  """Returns W of a parameter, in float32 or its own dtype if that is longer.
+  """Returns W of a parameter, in float32 or its own dtype if that is wider.
 
   It is a copy, since a trainer donates params and state, and one buffer cannot be donated twice.
   """

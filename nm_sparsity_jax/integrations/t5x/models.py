@@ -110,9 +110,8 @@ class SparseModel(models.BaseTransformerModel):
     """Returns the loss at the step that `flax_mutables` holds, metrics and the same mutables."""
     if dropout_rng is not None and not self.is_counted:  # no evaluation
       raise ValueError(
-        "the trainer of this run counts no sparse steps, so the schedule would stay at step 0: bind "
-        "train.trainer_cls = @t5x_adapter.SparseTrainer, or name nm_sparsity_jax's run file after "
-        "the file that binds another one."
+        "the trainer of this run counts no sparse steps, so the schedule would stay at step 0: "
+        "bind train.trainer_cls = @t5x_adapter.SparseTrainer, or name our run file last."
       )
     params = self.effective(params, flax_mutables)
     loss, metrics = super().loss_fn(params, batch, dropout_rng)
