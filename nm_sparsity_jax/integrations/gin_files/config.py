@@ -80,7 +80,11 @@ class Config:
     self._find_program()
     if not self.errors:  # else what is unset may be set in what could not be read
       self.errors += map(_ask_for, sorted(self._unset()))
-      self.errors += _unread(binding.partition("=")[0].strip() for binding in bindings)
+      own = [binding.partition("=")[0].strip() for binding in bindings]
+      self.errors += _unread(own)
+      # A file may set what another program reads, so of those only what looks misspelt is an error.
+      in_files = [name for name, selector in self._table if selector == "gin.macro"]
+      self.errors += _unread([name for name in in_files if name not in own], least_alike=0.9)
 
   def _read(self, what: str, parse: Callable[[str], Any]) -> None:
     """Reads a file or a binding; notes an error where that fails."""
@@ -289,8 +293,13 @@ def _ask_for(name: str) -> str:
   return f"{name} is not set: {_EXAMPLES.get(name, f'--gin.{name}=...')}"
 
 
-def _unread(names: Iterable[str]) -> list[str]:
-  """Returns what to say about macros that nothing reads: gin takes a misspelt one silently."""
+def _unread(names: Iterable[str], least_alike: float = 0.0) -> list[str]:
+  """Returns what to say about macros that nothing reads: gin takes a misspelt one silently.
+
+  Args:
+    names: of macros.
+    least_alike: how much, from 0 to 1, a macro must look like one that is read.
+  """
   macros = (
     r for r in gin.iterate_references(gin._CONFIG) if r.configurable.selector == "gin.macro"
   )
@@ -298,9 +307,10 @@ def _unread(names: Iterable[str]) -> list[str]:
   found = []
   for name in names:
     if (name, "gin.macro") in gin._CONFIG and name not in read:
-      close = difflib.get_close_matches(name, sorted(read), 1)
+      close = difflib.get_close_matches(name, sorted(read), 1, cutoff=least_alike or 0.6)
       hint = f"; did you mean {close[0]}?" if close else ""
-      found.append(f"{name} is set, but nothing reads it{hint}")
+      if close or not least_alike:
+        found.append(f"{name} is set, but nothing reads it{hint}")
   return found
 
 
