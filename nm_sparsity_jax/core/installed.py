@@ -104,22 +104,3 @@ def requires(name: str) -> list[str]:
     return importlib.metadata.requires(name) or []
   except importlib.metadata.PackageNotFoundError:
     return []
-
-
-def meets(have: str, wanted: str) -> bool:
-  """Returns whether a version meets a requirement; a release candidate counts as its release.
-
-  >>> meets("0.10.2", ">=0.9"), meets("2.1rc1", ">=2.1"), meets("2.0", ">=2.1,<3")
-  (True, True, False)
-
-  Args:
-    have: a version. One that is none by PEP 440 meets nothing but "".
-    wanted: specifiers such as '>=1.2,<2'; "" is any version.
-  """
-  from packaging.specifiers import SpecifierSet
-  from packaging.version import InvalidVersion, Version
-
-  try:
-    return not wanted or Version(have).base_version in SpecifierSet(wanted)
-  except InvalidVersion:
-    return False

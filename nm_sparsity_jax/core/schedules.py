@@ -241,8 +241,3 @@ class Segment:
   pattern: NM | None
   decay_start: float
   decay_stop: float
-
-  @property
-  def density(self) -> float:
-    """Returns the share of weights that are not 0: 1 while D > 0, else n / m."""
-    return 1.0 if self.pattern is None or self.decay_start > 0 else self.pattern.density

@@ -1,4 +1,4 @@
-"""Text for people: columns that line up, words in a row, the first line of an error."""
+"""Text for people: columns that line up, the first line of an error."""
 
 from __future__ import annotations
 
@@ -34,20 +34,6 @@ def columns(rows: Sequence[Sequence[Any]]) -> list[str]:
   cells = [[printable(str(cell)) for cell in row] for row in rows]
   widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
   return ["  ".join(map(str.ljust, row, widths)).rstrip() for row in cells]
-
-
-def table(head: Sequence[str], rows: Sequence[Sequence[Any]]) -> list[str]:
-  """Returns lines of left-aligned columns, the header first."""
-  return columns([head, *rows])
-
-
-def listed(words: Sequence[str]) -> str:
-  """Returns words as a sentence lists them.
-
-  >>> listed(["init"]), listed(["init", "loss", "splits"])
-  ('init', 'init, loss and splits')
-  """
-  return " and ".join([", ".join(words[:-1]), words[-1]] if words[1:] else words)
 
 
 def score_digits(values: Iterable[float | None]) -> int:

@@ -310,7 +310,7 @@ def activations_of(words: str, what: str) -> tuple[str, ...]:
 def to_json(config: T5Config, dtype: str = "float32") -> dict[str, Any]:
   """Returns the values of the config.json of a T5.
 
-  >>> to_json(T5Config.t5_1_1("small"))["feed_forward_proj"]
+  >>> to_json(T5Config.preset("t5_1_1", "small"))["feed_forward_proj"]
   'gated-gelu'
 
   Args:

@@ -21,7 +21,7 @@ import numpy as np
 
 from nm_sparsity_jax.core import packed as of_one
 from nm_sparsity_jax.core.packed import MOST, NMPacked, like, pack, unpack
-from nm_sparsity_jax.core.text import printable, table
+from nm_sparsity_jax.core.text import columns, printable
 from nm_sparsity_jax.core.trees import alike, flatten, map_with_names, path_name
 from nm_sparsity_jax.deploy.unstack_layers import unstacked
 from nm_sparsity_jax.models.t5 import T5Config
@@ -129,7 +129,7 @@ class Report:
       for name, paths, x in alike(self.packed)
     ]  # fmt: skip
     head = "packed", "pattern", "bytes with zeros", "bytes", "smaller", "kernels"
-    lines = table(head, rows) if rows else ["nothing is packed"]
+    lines = columns([head, *rows]) if rows else ["nothing is packed"]
     reasons: dict[str, list[str]] = {}
     for name, _, why in alike(self.dense):
       reasons.setdefault(why, []).append(name)
@@ -206,7 +206,7 @@ def prepare(
 def rows_of(config: Any, batch: int, inputs: int = 1, beams: int = 1) -> Callable[[str], int]:
   """Returns path -> rows of x that a kernel gets in one call; of another network, `batch` for all.
 
-  >>> rows = rows_of(T5Config.t5_1_1("base"), batch=2, inputs=512, beams=4)
+  >>> rows = rows_of(T5Config.preset("t5_1_1", "base"), batch=2, inputs=512, beams=4)
   >>> rows("encoder/layers_0/mlp/wo/kernel"), rows("decoder/layers_0/mlp/wo/kernel")
   (1024, 8)
 

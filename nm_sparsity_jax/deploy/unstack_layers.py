@@ -44,7 +44,7 @@ def unstacked(params: Any, config: Any) -> tuple[dict[str, Any], Any]:
 def without_scan(config: Any) -> Any:
   """Returns the config of the same network without a scan over its layers.
 
-  >>> without_scan(T5Config.t5_1_1("small", scan_layers=True)).scan_layers
+  >>> without_scan(T5Config.preset("t5_1_1", "small", scan_layers=True)).scan_layers
   False
   """
   scans = isinstance(config, T5Config) and config.scan_layers

@@ -16,7 +16,7 @@ import numpy as np
 
 from nm_sparsity_jax.core import dtypes, masks
 from nm_sparsity_jax.core.schedules import as_step
-from nm_sparsity_jax.core.text import printable, table
+from nm_sparsity_jax.core.text import columns, printable
 from nm_sparsity_jax.core.trees import alike, flatten, map_with_names
 from nm_sparsity_jax.training.rules import Rules
 from nm_sparsity_jax.training.sites import Site
@@ -176,7 +176,7 @@ class Report:
     for name, paths, p in alike(shown):
       groups, bad = p.groups * len(paths), p.bad_groups * len(paths)  # of all these layers
       rows.append((name, p.pattern, p.axis, groups, bad, f"{p.density:.4f}", p.first or ""))
-    lines = table(head, rows) if rows else []
+    lines = columns([head, *rows]) if rows else []
     lines += [f"skipped  {name}: {why}" for name, _, why in alike(self.skipped)]
     lines += [f"warning  {p.path}: {p.warning}" for p in self.places if p.warning]
     return "\n".join([*map(printable, lines), self.verdict])
