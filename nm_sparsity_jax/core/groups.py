@@ -88,26 +88,24 @@ class Groups:
     Returns:
       What `function` returns, in the weight's own order and without padding.
     """
+    traced = (scalar,) if isinstance(scalar, jax.Array) else ()
+
+    def call(groups, *args):
+      at = args[0] if traced else scalar
+      return groups.apply(function, *args[len(traced) :], scalar=at)
+
     if self._by_shard():
       assert self.sharding is not None
       spec, mesh = self.sharding.spec, self.sharding.mesh
       whole = dataclasses.replace(self, shape=self.sharding.shard_shape(self.shape), sharding=None)
-      if not isinstance(scalar, jax.Array):
-        call = functools.partial(whole.apply, function, scalar=scalar)
-        return jax.shard_map(call, mesh=mesh, in_specs=spec, out_specs=spec)(*arrays)
-      call = lambda scalar, *arrays: whole.apply(function, *arrays, scalar=scalar)
-      specs = (PartitionSpec(), *[spec] * len(arrays))
-      return jax.shard_map(call, mesh=mesh, in_specs=specs, out_specs=spec)(scalar, *arrays)
+      specs = (*(PartitionSpec() for _ in traced), *(spec for _ in arrays))
+      inside: Any = functools.partial(call, whole)
+      inside = jax.shard_map(inside, mesh=mesh, in_specs=specs, out_specs=spec)
+      return inside(*traced, *arrays)
     sharding = jax.typeof(arrays[0]).sharding
     if sharding.mesh.explicit_axes:
       # Under explicit sharding a reshape must say how its output lies, and groups are reshapes.
-      traced = (scalar,) if isinstance(scalar, jax.Array) else ()
-
-      def call(*args):
-        at = args[0] if traced else scalar
-        return self.apply(function, *args[len(traced) :], scalar=at)
-
-      inside: Any = jax.sharding.auto_axes(call, out_sharding=sharding)
+      inside = jax.sharding.auto_axes(functools.partial(call, self), out_sharding=sharding)
       return inside(*traced, *arrays)
     if scalar is not None:
       function = functools.partial(function, scalar)

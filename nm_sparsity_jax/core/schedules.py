@@ -88,12 +88,9 @@ def stepwise_levels(pattern: NM) -> tuple[NM, ...]:
   ['7:8', '4:8', '2:8', '1:8']
   """
   # As in the paper, the first level prunes one weight of a group.
-  kept = [pattern.m - 1, *(pattern.m >> d for d in range(1, pattern.m.bit_length()))]
-  falling: list[int] = []
-  for n in kept:
-    if n > pattern.n and (not falling or n < falling[-1]):
-      falling.append(n)
-  return tuple(NM(n, pattern.m) for n in (*falling, pattern.n))
+  halves = [pattern.m >> d for d in range(1, pattern.m.bit_length())]
+  larger = [n for n in (pattern.m - 1, *halves) if n > pattern.n]
+  return tuple(NM(n, pattern.m) for n in (*larger, pattern.n))
 
 
 def geometric_levels(pattern: NM, k: int = 16, axis_size: int | None = None) -> tuple[NM, ...]:
