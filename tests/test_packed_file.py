@@ -101,9 +101,9 @@ WRONG = {
 def test_what_pack_cannot_have_made_is_one_sentence(what, tmp_path):
   change, word = WRONG[what]
   path, _ = written(tmp_path, arrays_of(any_bits=False))
-  file = safetensors_file.Opened(path)
-  tensors = {name: np.asarray(x) for name, x in file.tensors.items()}
-  header = json.loads(file.metadata["nm_sparsity_jax"])
+  read, metadata = safetensors_file.read(path)
+  tensors = {name: np.asarray(x) for name, x in read.items()}
+  header = json.loads(metadata["nm_sparsity_jax"])
   assert header["packed"][PAD] == dict(n=3, m=32, depth=37)  # as documented
   change(tensors, header)
   path.unlink()

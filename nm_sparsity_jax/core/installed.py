@@ -38,13 +38,11 @@ def kernels(folder: str = "") -> tuple[ctypes.CDLL | None, str]:
   """Returns (the library of kernels, ''), or (None, why it cannot be used)."""
   path = pathlib.Path(folder or pathlib.Path(__file__).parent / "packed") / LIBRARY
   again = "installing this package where g++ is builds it"
-  if not path.is_file():
-    return None, f"{LIBRARY} is not there: {again}"
   try:
     library = ctypes.CDLL(str(path))
     number = library.nm_sparsity_version()
     library.nm_sparsity_isa.restype = ctypes.c_char_p
-  except (OSError, AttributeError) as e:  # of another machine, or something else
+  except (OSError, AttributeError) as e:  # not there, of another machine, or something else
     return None, f"{LIBRARY} cannot be loaded ({e}): {again}"
   if number != KERNELS_VERSION:
     return None, f"{LIBRARY} is of version {number}, and {KERNELS_VERSION} is needed: {again}"

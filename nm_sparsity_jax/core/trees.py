@@ -38,9 +38,12 @@ def nested(leaves: Mapping[str, Any]) -> dict[str, Any]:
   return traverse_util.unflatten_dict(dict(leaves), sep="/")
 
 
-def map_with_names(function: Callable[[str, Any], Any], tree: Any) -> Any:
+def map_with_names(
+  function: Callable[[str, Any], Any], tree: Any, is_leaf: Callable[[Any], bool] | None = None
+) -> Any:
   """Returns the tree with every leaf replaced by function(path, leaf)."""
-  return jax.tree_util.tree_map_with_path(lambda keys, x: function(path_name(keys), x), tree)
+  named = lambda keys, x: function(path_name(keys), x)
+  return jax.tree_util.tree_map_with_path(named, tree, is_leaf=is_leaf)
 
 
 def group(paths: Sequence[str]) -> list[tuple[str, list[str]]]:

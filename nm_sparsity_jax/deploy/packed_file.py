@@ -7,7 +7,6 @@ It is a safetensors file. A packed kernel NAME is two or three tensors of it: NA
 NAME.nm_indices and, of int8, NAME.nm_scale, in the canonical layout of `packed`. Its metadata have
 one entry, "nm_sparsity_jax", which is JSON:
 
-    version  2
     rules    the text of the rules
     packed   {NAME: {"n", "m", "depth"}}
 """
@@ -30,7 +29,7 @@ from nm_sparsity_jax.deploy import inference_tree, safetensors_file
 from nm_sparsity_jax.training import rules_text
 from nm_sparsity_jax.training.rules import Rules
 
-_ENTRY = "nm_sparsity_jax"
+ENTRY = "nm_sparsity_jax"  # of the metadata of a packed file
 _PARTS = ("values", "indices", "scale")  # fields of NMPacked, and tensors NAME.nm_values, ...
 
 
@@ -58,22 +57,16 @@ def write(
     raise ValueError(f"nothing can be packed: {'; '.join(dict.fromkeys(report.dense.values()))}.")
   tensors, kernels = {}, {}
   # A kernel is a pytree of its parts; as a leaf it keeps its name.
-  leaves = flatten({**variables, "params": params}, lambda x: isinstance(x, NMPacked))
-  for name, x in leaves:
-    if isinstance(x, NMPacked):
+  for name, x in flatten({**variables, "params": params}, inference_tree.is_packed):
+    if inference_tree.is_packed(x):
       kernels[name] = {"n": x.n, "m": x.m, "depth": x.depth}
       parts = {f"{name}.nm_{part}": getattr(x, part) for part in _PARTS}
       tensors |= {full: part for full, part in parts.items() if part is not None}
     else:
       tensors[name] = x
   header = {"rules": rules_text.describe(rules), "packed": kernels}
-  safetensors_file.write(path, tensors, {_ENTRY: json.dumps(header)})
+  safetensors_file.write(path, tensors, {ENTRY: json.dumps(header)})
   return report
-
-
-def is_packed(opened: safetensors_file.Opened) -> bool:
-  """Returns whether an opened file is a packed file."""
-  return _ENTRY in opened.metadata
 
 
 def read(path: str | os.PathLike) -> tuple[dict[str, Any], str]:
@@ -89,10 +82,11 @@ def read(path: str | os.PathLike) -> tuple[dict[str, Any], str]:
     ValueError: it is not a packed file; or a shape, an index, a bit of padding or a
       scale is not as `pack` makes it.
   """
-  file = safetensors_file.Opened(path)
-  arrays: dict[str, Any] = {name: np.asarray(x) for name, x in file.tensors.items()}
+  path = os.fspath(path)
+  tensors, metadata = safetensors_file.read(path)
+  arrays: dict[str, Any] = {name: np.asarray(x) for name, x in tensors.items()}
   try:
-    header = json.loads(file.metadata[_ENTRY])
+    header = json.loads(metadata[ENTRY])
     for name, kernel in header["packed"].items():
       parts = [arrays.pop(f"{name}.nm_{part}", None) for part in _PARTS]
       made = _kernel(NM(kernel["n"], kernel["m"]), kernel["depth"], *parts)
@@ -102,7 +96,7 @@ def read(path: str | os.PathLike) -> tuple[dict[str, Any], str]:
     return nested(arrays), header["rules"]
   except (ValueError, KeyError, TypeError, AttributeError) as e:
     why = f"{type(e).__name__}: {first_line(e)}"
-    raise ValueError(f"{file.path!r} is no packed file, or damaged ({why}): pack again.") from e
+    raise ValueError(f"{path!r} is no packed file, or damaged ({why}): pack again.") from e
 
 
 def _kernel(pattern: NM, depth: int, *parts: Any) -> NMPacked:

@@ -74,8 +74,6 @@ class SwinConfig:
   dtype: str = "float32"
 
   def __post_init__(self):
-    for name in ("depths", "heads"):  # lists in gin, which have no hash
-      object.__setattr__(self, name, tuple(getattr(self, name)))
     multiple = self.patch * 2 ** (len(self.depths) - 1)
     unfilled = [side for side in self.sides if side > self.window and side % self.window]
     if self.image_size % multiple or unfilled:
