@@ -23,8 +23,7 @@ from nm_sparsity_jax.core.patterns import NM
 
 def as_step(step: jax.Array | int) -> jax.Array:
   """Returns `step` as an int32 scalar; refuses floats, and arrays with axes."""
-  is_whole = jnp.issubdtype(jnp.result_type(step), jnp.integer) and not isinstance(step, bool)
-  if not is_whole or jnp.shape(step):
+  if not jnp.issubdtype(jnp.result_type(step), jnp.integer) or jnp.shape(step):
     raise ValueError(
       f"step={step!r} is not a whole number: pass the optimizer's step count, a Python int or a "
       "traced integer scalar such as nms.step_count(opt_state). Under jit a Python float becomes "
@@ -57,7 +56,7 @@ class Phases:
   def __post_init__(self):
     for name in ("total", "dense", "finetune"):
       value = getattr(self, name)
-      if isinstance(value, bool) or not isinstance(value, int | np.integer):
+      if not isinstance(value, int | np.integer):
         raise ValueError(f"Phases({name}={value!r}): give a whole number of steps, such as 10_000.")
       object.__setattr__(self, name, int(value))  # numpy's too: equal phases have one text
     least = max(1, self.dense + self.finetune)
@@ -103,7 +102,7 @@ def geometric_levels(pattern: NM, k: int = 16, axis_size: int | None = None) -> 
   >>> [str(p) for p in geometric_levels(NM(1, 32), axis_size=768)]
   ['8:256', '4:128', '2:64', '1:32']
   """
-  if isinstance(k, bool) or not isinstance(k, int) or k < 1 or k & (k - 1):
+  if not isinstance(k, int) or k < 1 or k & (k - 1):
     raise ValueError(f"k={k!r} must be a power of two: the group halves from k*m down to m.")
   factors = [k >> d for d in range(k.bit_length())]
   levels = tuple(NM(f * pattern.n, f * pattern.m) for f in factors)

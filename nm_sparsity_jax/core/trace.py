@@ -192,7 +192,8 @@ class _Walk:
     if name in _EACH_ALONE:
       return known
     kind = _kind(name, known)
-    if _is_statistic(eqn):
+    # A statistic or a mask of a weight is no weight.
+    if name in _STATISTICS or all(var.aval.dtype == bool for var in eqn.outvars):
       return [_Value(_any_data(known), (), kind)] * len(eqn.outvars)
     if name == "dynamic_slice":
       known = known[:1]  # whichever rows data picks, its axes are the same
@@ -300,12 +301,6 @@ def _kind(name: str, known: Sequence[_Value]) -> str:
   if name == "eq" and any(value.kind == "range" for value in known):
     return "one-hot"
   return "range" if name == "iota" else known[0].kind if name in _KEEP_ENTRIES else ""
-
-
-def _is_statistic(eqn: Any) -> bool:
-  """Returns whether an equation makes a statistic or a mask of a weight, which is no weight."""
-  is_bool = all(var.aval.dtype == bool for var in eqn.outvars)
-  return is_bool or eqn.primitive.name in _STATISTICS
 
 
 # --- products -------------------------------------------------------------------------------------

@@ -105,9 +105,8 @@ def _joined(ends: Sequence[str]) -> str:
   # '{0..11}', '{0,1,3}' or '{wi,wo}'; a single end as it is.
   if len(ends) == 1:
     return ends[0]
-  if all(end.isdigit() for end in ends):
-    values = sorted(map(int, ends))
-    if len(values) > 2 and values == list(range(values[0], values[-1] + 1)):
-      return f"{{{values[0]}..{values[-1]}}}"
-    return "{" + ",".join(map(str, values)) + "}"
-  return "{" + ",".join(sorted(ends)) + "}"
+  are_numbers = all(end.isdigit() for end in ends)
+  ends = sorted(ends, key=int if are_numbers else None)
+  if are_numbers and len(ends) > 2 and int(ends[-1]) - int(ends[0]) == len(ends) - 1:
+    return f"{{{ends[0]}..{ends[-1]}}}"
+  return f"{{{','.join(ends)}}}"

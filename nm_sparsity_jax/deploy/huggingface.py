@@ -199,7 +199,7 @@ def _from_tensors(tensors: Mapping[str, Any], config: T5Config, what: str) -> di
   # A name that nobody knows stays: it is refused, since it may be a weight.
   own = {name: x for name, x in tensors.items() if name not in unread}
   layers = names.from_tensors(own, name_of, shapes_of(without_scan(config)), what)
-  return restacked(layers, shapes_of(config))
+  return {key: restacked(key, layers, shape) for key, shape in shapes_of(config).items()}
 
 
 def read(path: str | os.PathLike, config: T5Config | None = None) -> dict[str, Any]:

@@ -23,14 +23,11 @@ from nm_sparsity_jax.core import packed as of_one
 from nm_sparsity_jax.core.packed import MOST, NMPacked, like, pack, unpack
 from nm_sparsity_jax.core.text import columns, printable
 from nm_sparsity_jax.core.trees import alike, flatten, map_with_names
-from nm_sparsity_jax.deploy.unstack_layers import unstacked
+from nm_sparsity_jax.deploy.unstack_layers import unstacked as unstacked  # also named here
 from nm_sparsity_jax.models.t5 import T5Config
 from nm_sparsity_jax.models.vit import ViTConfig
 from nm_sparsity_jax.training.rules import Rules
 from nm_sparsity_jax.training.sites import Site
-
-__all__ = ["Kernel", "Report", "decide", "pack_tree", "prepare", "rows_of",
-           "unpack_tree", "unstacked"]  # fmt: skip
 
 
 def decide(params: Any, rules: Rules, dtype: Any = None) -> tuple[dict[str, NMPacked], dict]:

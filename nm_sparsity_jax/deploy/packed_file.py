@@ -13,7 +13,6 @@ one entry, "nm_sparsity_jax", which is JSON:
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 from collections.abc import Mapping
@@ -21,8 +20,8 @@ from typing import Any
 
 import numpy as np
 
-from nm_sparsity_jax.core.packed import NMPacked, check, like
-from nm_sparsity_jax.core.patterns import NM
+from nm_sparsity_jax.core.packed import NMPacked, check
+from nm_sparsity_jax.core.packed.array import width
 from nm_sparsity_jax.core.text import first_line
 from nm_sparsity_jax.core.trees import flatten, nested
 from nm_sparsity_jax.deploy import inference_tree, safetensors_file
@@ -88,23 +87,11 @@ def read(path: str | os.PathLike) -> tuple[dict[str, Any], str]:
   try:
     header = json.loads(metadata[ENTRY])
     for name, kernel in header["packed"].items():
-      parts = [arrays.pop(f"{name}.nm_{part}", None) for part in _PARTS]
-      made = _kernel(NM(kernel["n"], kernel["m"]), kernel["depth"], *parts)
+      parts = {part: arrays.pop(f"{name}.nm_{part}", None) for part in _PARTS}
+      arrays[name] = NMPacked(**parts, **kernel, bits=width(kernel["m"]))
       # The C++ kernels trust shapes and indices, so this is the place that looks at them.
-      check(made, name.removeprefix("params/"))
-      arrays[name] = made
+      check(arrays[name], name.removeprefix("params/"))
     return nested(arrays), header["rules"]
   except (ValueError, KeyError, TypeError, AttributeError) as e:
     why = f"{type(e).__name__}: {first_line(e)}"
     raise ValueError(f"{path!r} is no packed file, or damaged ({why}): pack again.") from e
-
-
-def _kernel(pattern: NM, depth: int, *parts: Any) -> NMPacked:
-  """Returns the kernel of these arrays; refuses shapes and dtypes that `pack` does not make."""
-  values, *_ = parts
-  # What `pack` would make of such a kernel; the C++ kernels read past the end of anything else.
-  due = like(pattern, (depth, values.shape[1]), values.dtype)
-  form = lambda x: None if x is None else (tuple(x.shape), np.dtype(x.dtype))
-  if [form(x) for x in parts] != [form(getattr(due, part)) for part in _PARTS]:
-    raise ValueError(f"values, indices and scale do not fit {pattern} of depth {depth}")
-  return dataclasses.replace(due, **dict(zip(_PARTS, parts, strict=True)))

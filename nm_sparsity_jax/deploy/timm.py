@@ -182,5 +182,4 @@ def write(path: str | os.PathLike, variables: Mapping[str, Any]) -> None:
     path: of the file, which must not be there.
     variables: as in `to_timm`.
   """
-  tensors = to_timm(variables)
-  safetensors_file.write(path, tensors)
+  safetensors_file.write(path, to_timm(variables))

@@ -42,8 +42,8 @@ _HIDDEN = 512  # of the MLP of positions
 class SwinConfig:
   """Sizes and choices of a Swin Transformer V2; the defaults are SwinV2-B with window 8.
 
-  >>> SwinConfig().widths
-  (128, 256, 512, 1024)
+  >>> SwinConfig().sides
+  (64, 32, 16, 8)
 
   Attributes:
     image_size: pixels of a side.
@@ -82,11 +82,6 @@ class SwinConfig:
         f"image_size must be a multiple of {multiple}, and windows must fill feature maps of "
         f"{self.sides} tokens a side."
       )
-
-  @property
-  def widths(self) -> tuple[int, ...]:
-    """Returns the width of each stage."""
-    return tuple(self.embed * 2**stage for stage in range(len(self.depths)))
 
   @property
   def sides(self) -> tuple[int, ...]:
