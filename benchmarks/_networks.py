@@ -31,7 +31,7 @@ def mean_loss(logits, labels):
 def t5(layers: int) -> Network:
   """Returns T5.1.1-small with so many layers in each stack, on 8 x (64 + 32) tokens."""
   sizes = dict(num_encoder_layers=layers, num_decoder_layers=layers, dropout_rate=0.0)
-  network = Transformer(T5Config.t5_1_1("small", **sizes))
+  network = Transformer(T5Config.preset("t5_1_1", "small", **sizes))
   source = jax.random.randint(KEY, (8, 64), 1, 32000)
   target = jax.random.randint(KEY, (8, 32), 1, 32000)
   batch = source, jnp.pad(target, ((0, 0), (1, 0)))[:, :-1], target

@@ -199,8 +199,8 @@ _REBUS = vit.config(
   "vit_test", image_size=rebus.SIZE, classes=rebus.CLASSES, patch=8, layers=2, embed=128, heads=4,
   mlp=512, std=0.088,
 )  # fmt: skip
-_T5 = T5Config.t5_1_1(
-  "tiny", vocab_size=256, emb_dim=64, num_heads=4, head_dim=16, mlp_dim=128,
+_T5 = T5Config.preset(
+  "t5_1_1", "tiny", vocab_size=256, emb_dim=64, num_heads=4, head_dim=16, mlp_dim=128,
   num_encoder_layers=2, num_decoder_layers=1, dropout_rate=0.0,
 )  # fmt: skip
 

@@ -35,8 +35,8 @@ def _tokens(sharding: Any) -> dict[str, jax.ShapeDtypeStruct]:
 
 
 def _config(args: Any) -> network.T5Config:
-  return network.T5Config.t5_1_1(
-    args.size, dtype="bfloat16", scan_layers=args.scan, remat_policy=args.remat
+  return network.T5Config.preset(
+    "t5_1_1", args.size, dtype="bfloat16", scan_layers=args.scan, remat_policy=args.remat
   )
 
 

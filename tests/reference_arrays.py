@@ -54,7 +54,7 @@ def check_timeline(recipe, patterns, decays):
       d, pattern = decays[step], patterns[step]
       # D may leave 0 only for the segment that follows.
       assert (d > 0) == (s.decay_start > 0) and low - 1e-6 <= d <= high + 1e-6, step
-      assert s.pattern == pattern and s.density == (1.0 if d > 0 else pattern.density), step
+      assert s.pattern == pattern, step
   settled = [not d and p == recipe.pattern for d, p in zip(decays, patterns, strict=False)]
   *_, first = [i for i in range(recipe.phases.total) if not settled[i]] or [-1]
   assert recipe.target_from(16) == (first + 1 if recipe.name != "dense" else 0)

@@ -50,7 +50,10 @@ def test_a_t5_reads_inputs_and_decodes_tokens(monkeypatch):
   monkeypatch.setattr(choice, "speed", lambda *_: 2.0)  # no kernel so small stays packed else
   sizes = dict(emb_dim=16, num_heads=2, head_dim=8, mlp_dim=32, vocab_size=64)
   stacks = dict(num_encoder_layers=2, num_decoder_layers=2)
-  network, one = Transformer(T5Config.t5_1_1("tiny", **sizes, **stacks)), np.ones((1, 1), np.int32)
+  network, one = (
+    Transformer(T5Config.preset("t5_1_1", "tiny", **sizes, **stacks)),
+    np.ones((1, 1), np.int32),
+  )
   tree = packed(network, one, one, one, enable_dropout=False)
   found = benches.bench(network, tree, batch=2, inputs=5, tokens=3, turns=3)
   read, decoded = found.timings

@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 
 import nm_sparsity_jax as nms
-from nm_sparsity_jax.core import dtypes
 
 # name -> bits, patterns of zero, what is not finite: written down from the formats, not computed.
 SIGNED = lambda width: {0, 1 << (width - 1)}
@@ -31,8 +30,6 @@ def test_verify_knows_each_pattern(name):
   values = np.arange(256, dtype=np.uint8).view(np.dtype(name))
   pattern = np.arange(256) % (1 << width)  # without the high bits of a short one
   is_used = np.array([p not in zeros for p in pattern])
-  np.testing.assert_array_equal(dtypes.used(values), is_used)
-  np.testing.assert_array_equal(~dtypes.finite(values), [p in not_finite for p in pattern])
   twice = {"a": {"kernel": np.stack([values, values])}}  # each column is one group: x, x
   (found,) = nms.verify(twice, rules("1:2")).places
   assert (found.bad_groups, found.density) == (is_used.sum(), is_used.mean())

@@ -151,7 +151,7 @@ def dense(tmp_path_factory):
 def test_weights_do_not_tell_the_activation_so_you_may(dense, tmp_path, capsys):
   argv = ["export", dense[1], tmp_path / "model", "--feed-forward"]
   assert run(*argv, "gated-silu") == 0
-  assert huggingface.Folder(tmp_path / "model").config.mlp_activations == ("silu", "linear")
+  assert huggingface.config_in(tmp_path / "model").mlp_activations == ("silu", "linear")
   argv[2] = tmp_path / "other"
   assert "feed_forward_proj is 'gelu'" in refused(capsys, *argv, "gelu")
 
@@ -164,7 +164,7 @@ def test_a_folder_is_pruned_by_finalize_and_export(tmp_path):
   assert run("export", tmp_path / "final", tmp_path / "model") == 0
   want = nms.finalize(huggingface.read(folder), RULES_OF_T5, 0, early=True)
   t5.assert_same(huggingface.read(tmp_path / "model"), jax.device_get(want))
-  assert huggingface.Folder(tmp_path / "model").config.mlp_activations == ("silu", "linear")
+  assert huggingface.config_in(tmp_path / "model").mlp_activations == ("silu", "linear")
 
 
 @pytest.mark.parametrize("scan", [False, True])

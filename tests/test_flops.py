@@ -31,8 +31,8 @@ def t5_cost(config, inputs=512, targets=114):
 
 
 VIT = vit.ViT(vit.config("vit_b16", class_token=False))  # the paper's tables have no class token
-TINY = T5Config.t5_1_1("tiny", vocab_size=32, emb_dim=8, num_heads=2, head_dim=4, mlp_dim=16,
-                       num_encoder_layers=1, num_decoder_layers=1)  # fmt: skip
+TINY = T5Config.preset("t5_1_1", "tiny", vocab_size=32, emb_dim=8, num_heads=2, head_dim=4,
+                       mlp_dim=16, num_encoder_layers=1, num_decoder_layers=1)  # fmt: skip
 
 
 def giga(cost, wanted, **tolerance):
@@ -88,7 +88,7 @@ def test_networks_of_images(network, params, total, parts):
 
 
 def test_t5():
-  config = T5Config.t5_1_1("small")
+  config = T5Config.preset("t5_1_1", "small")
   cost = t5_cost(config)
   assert cost.params == 76_961_152  # as published
   d, joined, m = config.emb_dim, config.num_heads * config.head_dim, config.mlp_dim

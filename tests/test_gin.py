@@ -25,16 +25,19 @@ def config(files, bindings=()):
 # --- without T5X ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("model", [("t5_1_1", "tiny"), ("t5_1_0", "11B"), ()], ids=str)
-def test_a_model_is_made(model):
-  version = [f"T5_VERSION = {model[0]!r}", f"T5_SIZE = {model[1]!r}"] if model else []
-  files = [T5 if model else "gin_configs/models/wmt.gin"]
-  with config(files, [*version, "SCAN_LAYERS = True", "REMAT_POLICY = 'minimal'"]) as c:
+@pytest.mark.parametrize(
+  "version, size", [("t5_1_1", "tiny"), ("t5_1_0", "11B"), ("wmt", "table_16")]
+)
+def test_a_model_is_made(version, size):
+  is_wmt = version == "wmt"
+  files = ["gin_configs/models/wmt.gin" if is_wmt else T5]
+  names = [] if is_wmt else [f"T5_VERSION = {version!r}", f"T5_SIZE = {size!r}"]
+  with config(files, [*names, "SCAN_LAYERS = True", "REMAT_POLICY = 'minimal'"]) as c:
     assert not c.errors and c.value("Z_LOSS") == 0.0001
-    assert c.value("LABEL_SMOOTHING") == (0.0 if model else 0.1)
+    assert c.value("LABEL_SMOOTHING") == (0.1 if is_wmt else 0.0)
     made = c.value("NETWORK").config
   changes = dict(scan_layers=True, remat_policy="minimal", dtype="bfloat16")
-  want = T5Config.preset(*model, **changes) if model else T5Config.wmt(**changes)
+  want = T5Config.preset(version, size, **changes)
   assert dataclasses.replace(made, dropout_rate=want.dropout_rate) == want
 
 

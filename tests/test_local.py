@@ -74,7 +74,7 @@ def model_of(devices=1, partitions=1, dropout=0.0, dtype="float32", source=None,
   source = source or source_of()
   key = repr((devices, partitions, dropout, dtype, source, sorted(rules.items())))
   if key not in MODELS:
-    config = network.T5Config.t5_1_1("tiny", **SIZES, dropout_rate=dropout, dtype=dtype)
+    config = network.T5Config.preset("t5_1_1", "tiny", **SIZES, dropout_rate=dropout, dtype=dtype)
     rules = configure.rules({"ff": None}, **(IDP | rules))
     family = T5(network.Transformer(config), source)
     chosen = jax.devices()[:devices]

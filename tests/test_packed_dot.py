@@ -247,7 +247,7 @@ def test_a_call_whose_numbers_do_not_fit_is_refused(change, word):
 
 
 def test_a_library_that_does_not_fit_is_one_sentence(tmp_path):
-  assert "is not there" in installed.kernels(str(tmp_path))[1]
+  assert "No such file" in installed.kernels(str(tmp_path))[1]
   installed.kernels.cache_clear()
   (tmp_path / installed.LIBRARY).write_bytes(b"no library")
   assert "cannot be loaded" in installed.kernels(str(tmp_path))[1]

@@ -215,7 +215,7 @@ def test_costs_of_another_family_are_those_that_its_run_notes(tmp_path):
 
 def test_flops_are_those_of_the_network_and_of_its_rules(tmp_path):
   write(tmp_path)
-  network = Transformer(T5Config.t5_1_1("tiny", vocab_size=256))
+  network = Transformer(T5Config.preset("t5_1_1", "tiny", vocab_size=256))
   dense = T5(network, lengths={"inputs": 16, "targets": 4}).cost()
   found = report.report([tmp_path], "last")
   spent = lambda until: flops.training(dense, found.runs[0].rules, 8, until=until).flops

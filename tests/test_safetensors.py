@@ -9,7 +9,6 @@ import pytest
 import safetensors.numpy as library
 
 from nm_sparsity_jax.deploy import safetensors_file
-from nm_sparsity_jax.deploy.safetensors_file import Opened
 
 DTYPES = ("float32", "bfloat16", "int8", "bool")
 A = np.arange(6, dtype=np.float32).reshape(2, 3)
@@ -27,10 +26,10 @@ def test_every_bit_comes_back_of_arrays_in_any_order(dtype, tmp_path):
     "0": x[0, 0, 0],
   }
   safetensors_file.write(tmp_path / "new/a", tensors)
-  opened = Opened(tmp_path / "new/a")
-  assert opened.metadata == {"format": "pt"} and set(opened.tensors) == set(tensors)
+  read, metadata = safetensors_file.read(tmp_path / "new/a")
+  assert metadata == {"format": "pt"} and set(read) == set(tensors)
   for name, x in tensors.items():
-    found = opened.tensors[name]
+    found = read[name]
     assert (found.shape, found.dtype) == (x.shape, x.dtype)
     assert np.asarray(found).tobytes() == x.tobytes()
   assert os.listdir(tmp_path / "new") == ["a"]
@@ -47,7 +46,7 @@ def test_every_bit_comes_back_of_arrays_in_any_order(dtype, tmp_path):
 def test_what_is_no_safetensors_file_is_one_sentence(name, content, word, tmp_path):
   (tmp_path / name).write_bytes(content)
   with pytest.raises(ValueError, match=word) as e:
-    Opened(tmp_path / name)
+    safetensors_file.read(tmp_path / name)
   assert str(tmp_path) in str(e.value) and "\n" not in str(e.value)
 
 

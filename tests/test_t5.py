@@ -19,7 +19,7 @@ SIZES = dict(vocab_size=24, emb_dim=16, num_heads=2, head_dim=8, mlp_dim=32)
 
 def make(family="t5_1_1", depth=2, **fields):
   fields = dict(num_encoder_layers=depth, num_decoder_layers=depth) | SIZES | fields
-  return Transformer(getattr(T5Config, family)("tiny", **fields))
+  return Transformer(T5Config.preset(family, "tiny", **fields))
 
 
 def a_batch():

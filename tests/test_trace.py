@@ -278,9 +278,9 @@ REFUSED = {
   "scan, swapped": (
     lambda p, x, d: in_scan(lambda w, v, h: (v, w, h @ w @ v.T), p["w"], p["v"], x),
     "turn to turn"),
-  "while, its condition": (
-    lambda p, x, d: jax.lax.while_loop(
-      lambda h: (h @ p["w"].T).sum() > 1, lambda h: h @ p["w"], x), "axes .* and"),
+  "while": (
+    lambda p, x, d: jax.lax.while_loop(lambda h: h.sum() > 1, lambda h: h @ p["w"], x),
+    "data.*while"),
   "branches": (
     lambda p, x, d: x @ jax.lax.cond(x.sum() > 0, lambda: p["w"], lambda: p["w"].T), "axes .* and"),
   # A mixture of kernels is contracted along the experts first.

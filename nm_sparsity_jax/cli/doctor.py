@@ -123,8 +123,8 @@ def _required(distribution: str, extra: str, remedy: str) -> Iterator[Finding]:
   within = [e for r in requires if r.name == distribution and asked(r, extra) for e in r.extras]
   for found in requires:
     if found.name != distribution and asked(found, extra, *within):
-      have, wanted = installed.version(found.name), str(found.specifier)
-      if have and installed.meets(have, wanted):
+      have, wanted = installed.version(found.name), found.specifier
+      if have and wanted.contains(have, prereleases=True):
         yield Finding("ok", found.name, have)
       else:
         text = f"{have}, but {wanted} is needed" if have else "is not installed"

@@ -24,7 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
   """Searches and prints."""
-  from nm_sparsity_jax.core.text import table
+  from nm_sparsity_jax.core.text import columns
   from nm_sparsity_jax.runs import paper
 
   words = " ".join(args.words).split()  # a name in quotes has several
@@ -36,5 +36,5 @@ def run(args: argparse.Namespace) -> int:
     print(json.dumps(plain, indent=2))
   else:
     cells = [(row.table, row.name, row.score or "no score") for row in found]
-    print("\n".join(table(("table", "ROW", "published"), cells)))
+    print("\n".join(columns([("table", "ROW", "published"), *cells])))
   return 0

@@ -88,26 +88,23 @@ class Groups:
     Returns:
       What `function` returns, in the weight's own order and without padding.
     """
-    if self._by_shard():
-      assert self.sharding is not None
-      spec, mesh = self.sharding.spec, self.sharding.mesh
-      whole = dataclasses.replace(self, shape=self.sharding.shard_shape(self.shape), sharding=None)
-      if not isinstance(scalar, jax.Array):
-        call = functools.partial(whole.apply, function, scalar=scalar)
-        return jax.shard_map(call, mesh=mesh, in_specs=spec, out_specs=spec)(*arrays)
-      call = lambda scalar, *arrays: whole.apply(function, *arrays, scalar=scalar)
-      specs = (PartitionSpec(), *[spec] * len(arrays))
-      return jax.shard_map(call, mesh=mesh, in_specs=specs, out_specs=spec)(scalar, *arrays)
+    traced = (scalar,) if isinstance(scalar, jax.Array) else ()
+
+    def call(groups, *args):
+      at = args[0] if traced else scalar
+      return groups.apply(function, *args[len(traced) :], scalar=at)
+
+    cut = self._by_shard()
+    if cut is not None:
+      whole = dataclasses.replace(self, shape=cut.shard_shape(self.shape), sharding=None)
+      specs = (*(PartitionSpec() for _ in traced), *(cut.spec for _ in arrays))
+      inside: Any = functools.partial(call, whole)
+      inside = jax.shard_map(inside, mesh=cut.mesh, in_specs=specs, out_specs=cut.spec)
+      return inside(*traced, *arrays)
     sharding = jax.typeof(arrays[0]).sharding
     if sharding.mesh.explicit_axes:
       # Under explicit sharding a reshape must say how its output lies, and groups are reshapes.
-      traced = (scalar,) if isinstance(scalar, jax.Array) else ()
-
-      def call(*args):
-        at = args[0] if traced else scalar
-        return self.apply(function, *args[len(traced) :], scalar=at)
-
-      inside: Any = jax.sharding.auto_axes(call, out_sharding=sharding)
+      inside = jax.sharding.auto_axes(functools.partial(call, self), out_sharding=sharding)
       return inside(*traced, *arrays)
     if scalar is not None:
       function = functools.partial(function, scalar)
@@ -174,14 +171,15 @@ class Groups:
     fits = whole and cut in ([], [self.axes[0]])
     return dataclasses.replace(self, sharding=sharding) if fits else self
 
-  def _by_shard(self) -> bool:
+  def _by_shard(self) -> NamedSharding | None:
+    """Returns the sharding where each device masks its own shard; None where XLA cuts the masks."""
     # XLA cannot cut a TPU's kernel over devices. Elsewhere it cuts what the masks are made of.
     mesh = None if self.sharding is None else self.sharding.mesh
     if not isinstance(mesh, Mesh) or mesh.size == 1:  # an abstract mesh has no devices
-      return False
+      return None
     if jax.sharding.get_abstract_mesh().manual_axes:  # in a shard_map of the user's own
-      return False
-    return mesh.devices.flat[0].platform == _PLATFORM
+      return None
+    return self.sharding if mesh.devices.flat[0].platform == _PLATFORM else None
 
   def _rows(self, x: Any, pad: Callable[..., Any]) -> Any:
     """Returns an array with the grouped axes, padded, as its last axis."""

@@ -38,13 +38,11 @@ def kernels(folder: str = "") -> tuple[ctypes.CDLL | None, str]:
   """Returns (the library of kernels, ''), or (None, why it cannot be used)."""
   path = pathlib.Path(folder or pathlib.Path(__file__).parent / "packed") / LIBRARY
   again = "installing this package where g++ is builds it"
-  if not path.is_file():
-    return None, f"{LIBRARY} is not there: {again}"
   try:
     library = ctypes.CDLL(str(path))
     number = library.nm_sparsity_version()
     library.nm_sparsity_isa.restype = ctypes.c_char_p
-  except (OSError, AttributeError) as e:  # of another machine, or something else
+  except (OSError, AttributeError) as e:  # not there, of another machine, or something else
     return None, f"{LIBRARY} cannot be loaded ({e}): {again}"
   if number != KERNELS_VERSION:
     return None, f"{LIBRARY} is of version {number}, and {KERNELS_VERSION} is needed: {again}"
@@ -104,22 +102,3 @@ def requires(name: str) -> list[str]:
     return importlib.metadata.requires(name) or []
   except importlib.metadata.PackageNotFoundError:
     return []
-
-
-def meets(have: str, wanted: str) -> bool:
-  """Returns whether a version meets a requirement; a release candidate counts as its release.
-
-  >>> meets("0.10.2", ">=0.9"), meets("2.1rc1", ">=2.1"), meets("2.0", ">=2.1,<3")
-  (True, True, False)
-
-  Args:
-    have: a version. One that is none by PEP 440 meets nothing but "".
-    wanted: specifiers such as '>=1.2,<2'; "" is any version.
-  """
-  from packaging.specifiers import SpecifierSet
-  from packaging.version import InvalidVersion, Version
-
-  try:
-    return not wanted or Version(have).base_version in SpecifierSet(wanted)
-  except InvalidVersion:
-    return False

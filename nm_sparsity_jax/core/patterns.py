@@ -8,8 +8,6 @@ from __future__ import annotations
 import dataclasses
 import re
 
-import numpy as np
-
 
 @dataclasses.dataclass(frozen=True)
 class NM:
@@ -29,9 +27,6 @@ class NM:
   m: int
 
   def __post_init__(self):
-    for name, value in (("n", self.n), ("m", self.m)):
-      if isinstance(value, np.integer):  # numpy's too: equal patterns have one text
-        object.__setattr__(self, name, int(value))
     are_ints = all(type(value) is int for value in (self.n, self.m))  # True is no count
     if not are_ints or not 1 <= self.n <= self.m:
       is_swapped = are_ints and 1 <= self.m < self.n

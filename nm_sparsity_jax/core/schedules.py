@@ -23,8 +23,7 @@ from nm_sparsity_jax.core.patterns import NM
 
 def as_step(step: jax.Array | int) -> jax.Array:
   """Returns `step` as an int32 scalar; refuses floats, and arrays with axes."""
-  is_whole = jnp.issubdtype(jnp.result_type(step), jnp.integer) and not isinstance(step, bool)
-  if not is_whole or jnp.shape(step):
+  if not jnp.issubdtype(jnp.result_type(step), jnp.integer) or jnp.shape(step):
     raise ValueError(
       f"step={step!r} is not a whole number: pass the optimizer's step count, a Python int or a "
       "traced integer scalar such as nms.step_count(opt_state). Under jit a Python float becomes "
@@ -57,7 +56,7 @@ class Phases:
   def __post_init__(self):
     for name in ("total", "dense", "finetune"):
       value = getattr(self, name)
-      if isinstance(value, bool) or not isinstance(value, int | np.integer):
+      if not isinstance(value, int | np.integer):
         raise ValueError(f"Phases({name}={value!r}): give a whole number of steps, such as 10_000.")
       object.__setattr__(self, name, int(value))  # numpy's too: equal phases have one text
     least = max(1, self.dense + self.finetune)
@@ -88,12 +87,9 @@ def stepwise_levels(pattern: NM) -> tuple[NM, ...]:
   ['7:8', '4:8', '2:8', '1:8']
   """
   # As in the paper, the first level prunes one weight of a group.
-  kept = [pattern.m - 1, *(pattern.m >> d for d in range(1, pattern.m.bit_length()))]
-  falling: list[int] = []
-  for n in kept:
-    if n > pattern.n and (not falling or n < falling[-1]):
-      falling.append(n)
-  return tuple(NM(n, pattern.m) for n in (*falling, pattern.n))
+  halves = [pattern.m >> d for d in range(1, pattern.m.bit_length())]
+  larger = [n for n in (pattern.m - 1, *halves) if n > pattern.n]
+  return tuple(NM(n, pattern.m) for n in (*larger, pattern.n))
 
 
 def geometric_levels(pattern: NM, k: int = 16, axis_size: int | None = None) -> tuple[NM, ...]:
@@ -106,7 +102,7 @@ def geometric_levels(pattern: NM, k: int = 16, axis_size: int | None = None) -> 
   >>> [str(p) for p in geometric_levels(NM(1, 32), axis_size=768)]
   ['8:256', '4:128', '2:64', '1:32']
   """
-  if isinstance(k, bool) or not isinstance(k, int) or k < 1 or k & (k - 1):
+  if not isinstance(k, int) or k < 1 or k & (k - 1):
     raise ValueError(f"k={k!r} must be a power of two: the group halves from k*m down to m.")
   factors = [k >> d for d in range(k.bit_length())]
   levels = tuple(NM(f * pattern.n, f * pattern.m) for f in factors)
@@ -241,8 +237,3 @@ class Segment:
   pattern: NM | None
   decay_start: float
   decay_stop: float
-
-  @property
-  def density(self) -> float:
-    """Returns the share of weights that are not 0: 1 while D > 0, else n / m."""
-    return 1.0 if self.pattern is None or self.decay_start > 0 else self.pattern.density

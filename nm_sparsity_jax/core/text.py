@@ -1,8 +1,8 @@
-"""Text for people: columns that line up, words in a row, the first line of an error."""
+"""Text for people: columns that line up, the first line of an error."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 
@@ -34,31 +34,6 @@ def columns(rows: Sequence[Sequence[Any]]) -> list[str]:
   cells = [[printable(str(cell)) for cell in row] for row in rows]
   widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
   return ["  ".join(map(str.ljust, row, widths)).rstrip() for row in cells]
-
-
-def table(head: Sequence[str], rows: Sequence[Sequence[Any]]) -> list[str]:
-  """Returns lines of left-aligned columns, the header first."""
-  return columns([head, *rows])
-
-
-def listed(words: Sequence[str]) -> str:
-  """Returns words as a sentence lists them.
-
-  >>> listed(["init"]), listed(["init", "loss", "splits"])
-  ('init', 'init, loss and splits')
-  """
-  return " and ".join([", ".join(words[:-1]), words[-1]] if words[1:] else words)
-
-
-def score_digits(values: Iterable[float | None]) -> int:
-  """Returns the digits of scores behind the point: 1 on a scale up to 100, 3 on one up to 1.
-
-  Zeros alone tell no scale: 1.
-
-  >>> score_digits([98.6, None]), score_digits([0.986]), score_digits([0.0])
-  (1, 3, 1)
-  """
-  return 3 if 0 < max((abs(v) for v in values if v is not None), default=0.0) <= 2 else 1
 
 
 def first_line(error: BaseException) -> str:

@@ -51,8 +51,8 @@ def trace(function: Callable[..., Any], params: Any, *inputs: Any) -> Traced:
   A parameter is refused where data meets it outside of a product, as in `x @ (w * keep)`, where two
   products sum over different axes of it, where a loop changes it from turn to turn, and in a
   mixture. A product with a one-hot is a look-up: no axis is contracted, and no arithmetic counts.
-  A `while` loop counts as one turn, a `cond` as all of its branches, and `shard_map` as the sum of
-  its devices. The inside of a Pallas kernel is not seen.
+  A `cond` counts as all of its branches, and `shard_map` as the sum of its devices. The inside of a
+  Pallas kernel is not seen, nor that of a `while` loop, which has no gradient to train by.
 
   >>> import jax.numpy as jnp
   >>> params = {"w": jnp.ones((8, 4)), "v": jnp.ones((2, 8))}
@@ -180,8 +180,6 @@ class _Walk:
       return [self._product(eqn, known[:2], turns, scope)]
     if name == "scan":
       return self._scan(eqn, known, turns, scope)
-    if name == "while":
-      return self._while(eqn, known, turns, scope)
     if name == "cond":
       found = [self.run(branch.jaxpr, known[1:], turns, scope) for branch in params["branches"]]
       return [self._either(outs) for outs in zip(*found, strict=True)]
@@ -194,7 +192,8 @@ class _Walk:
     if name in _EACH_ALONE:
       return known
     kind = _kind(name, known)
-    if _is_statistic(eqn):
+    # A statistic or a mask of a weight is no weight.
+    if name in _STATISTICS or all(var.aval.dtype == bool for var in eqn.outvars):
       return [_Value(_any_data(known), (), kind)] * len(eqn.outvars)
     if name == "dynamic_slice":
       known = known[:1]  # whichever rows data picks, its axes are the same
@@ -279,28 +278,13 @@ class _Walk:
       value._replace(tracks=tuple(t._replace(dims=t.dims and t.dims[1:]) for t in value.tracks))
       for value in known[consts + carries :]
     ]
-    carry = self._carry(known, known[consts : consts + carries])
+    # A weight that is carried may be another one in the next turn, so it is refused.
+    self._refuse(_weights(known[consts : consts + carries]), "a loop carries it from turn to turn")
+    # What is carried is data where data enters the loop at all.
+    carry = [_Value(_any_data(known))] * carries
     outs = self.run(body, [*known[:consts], *carry, *layers], turns * eqn.params["length"], scope)
     # The axis along which results of turns are stacked is no axis of a parameter.
     return [*carry, *(_lost([out], "scan") for out in outs[carries:])]
-
-  def _while(self, eqn: Any, known: list[_Value], turns: int, scope: str) -> list[_Value]:
-    p = eqn.params
-    test, body = p["cond_jaxpr"].jaxpr, p["body_jaxpr"].jaxpr
-    skip, first = p["cond_nconsts"], p["cond_nconsts"] + p["body_nconsts"]
-    carry = self._carry(known, known[first:])
-    # Data decide how often a while loop turns, so it counts as one turn.
-    self.run(test, [*known[:skip], *carry], turns, scope)
-    self.run(body, [*known[skip:first], *carry], turns, scope)
-    return carry
-
-  def _carry(self, known: Sequence[_Value], carry: Sequence[_Value]) -> list[_Value]:
-    """Returns what is carried from turn to turn: data, where data enters the loop at all.
-
-    A weight that is carried may be another one in the next turn, so it is refused.
-    """
-    self._refuse(_weights(carry), "a loop carries it from turn to turn")
-    return [_Value(_any_data(known))] * len(carry)
 
 
 def _inner(eqn: Any) -> Any:
@@ -317,12 +301,6 @@ def _kind(name: str, known: Sequence[_Value]) -> str:
   if name == "eq" and any(value.kind == "range" for value in known):
     return "one-hot"
   return "range" if name == "iota" else known[0].kind if name in _KEEP_ENTRIES else ""
-
-
-def _is_statistic(eqn: Any) -> bool:
-  """Returns whether an equation makes a statistic or a mask of a weight, which is no weight."""
-  is_bool = all(var.aval.dtype == bool for var in eqn.outvars)
-  return is_bool or eqn.primitive.name in _STATISTICS
 
 
 # --- products -------------------------------------------------------------------------------------

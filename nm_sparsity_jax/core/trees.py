@@ -38,9 +38,12 @@ def nested(leaves: Mapping[str, Any]) -> dict[str, Any]:
   return traverse_util.unflatten_dict(dict(leaves), sep="/")
 
 
-def map_with_names(function: Callable[[str, Any], Any], tree: Any) -> Any:
+def map_with_names(
+  function: Callable[[str, Any], Any], tree: Any, is_leaf: Callable[[Any], bool] | None = None
+) -> Any:
   """Returns the tree with every leaf replaced by function(path, leaf)."""
-  return jax.tree_util.tree_map_with_path(lambda keys, x: function(path_name(keys), x), tree)
+  named = lambda keys, x: function(path_name(keys), x)
+  return jax.tree_util.tree_map_with_path(named, tree, is_leaf=is_leaf)
 
 
 def group(paths: Sequence[str]) -> list[tuple[str, list[str]]]:
@@ -102,9 +105,8 @@ def _joined(ends: Sequence[str]) -> str:
   # '{0..11}', '{0,1,3}' or '{wi,wo}'; a single end as it is.
   if len(ends) == 1:
     return ends[0]
-  if all(end.isdigit() for end in ends):
-    values = sorted(map(int, ends))
-    if len(values) > 2 and values == list(range(values[0], values[-1] + 1)):
-      return f"{{{values[0]}..{values[-1]}}}"
-    return "{" + ",".join(map(str, values)) + "}"
-  return "{" + ",".join(sorted(ends)) + "}"
+  are_numbers = all(end.isdigit() for end in ends)
+  ends = sorted(ends, key=int if are_numbers else None)
+  if are_numbers and len(ends) > 2 and int(ends[-1]) - int(ends[0]) == len(ends) - 1:
+    return f"{{{ends[0]}..{ends[-1]}}}"
+  return f"{{{','.join(ends)}}}"

@@ -2,7 +2,7 @@
 
     params      <-> [to_huggingface, from_huggingface] <-> Hugging Face's name -> tensor
     config.json <-> [from_json, to_json]               <-> T5Config
-    FOLDER -> [Folder] -> config, tensors; params -> [write] -> another FOLDER
+    FOLDER -> [config_in, arrays_in] -> config, arrays; params -> [write] -> another FOLDER
 
 A folder has config.json and model.safetensors, or several files that an index names. Trees are
 those of T5X and of `models.t5`, scanned or not. `names.Name` says how an array lies in either
@@ -17,7 +17,7 @@ import json
 import os
 import pathlib
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -96,12 +96,6 @@ _SIZES = {
   "mlp_dim": "d_ff",
 }
 _CHOICES = (*_SIZES, "mlp_activations", "logits_via_embedding")
-
-
-def is_t5(keys: Collection[str]) -> bool:
-  """Returns whether these are keys of T5X's parameter tree of a T5."""
-  norms = ("encoder/encoder_norm/scale", "decoder/decoder_norm/scale")
-  return {"token_embedder/embedding", *norms} <= set(keys)
 
 
 def shapes_of(config: T5Config) -> dict[str, tuple[int, ...]]:
@@ -205,7 +199,7 @@ def _from_tensors(tensors: Mapping[str, Any], config: T5Config, what: str) -> di
   # A name that nobody knows stays: it is refused, since it may be a weight.
   own = {name: x for name, x in tensors.items() if name not in unread}
   layers = names.from_tensors(own, name_of, shapes_of(without_scan(config)), what)
-  return restacked(layers, shapes_of(config))
+  return {key: restacked(key, layers, shape) for key, shape in shapes_of(config).items()}
 
 
 def read(path: str | os.PathLike, config: T5Config | None = None) -> dict[str, Any]:
@@ -218,9 +212,9 @@ def read(path: str | os.PathLike, config: T5Config | None = None) -> dict[str, A
     config: of the network, which must have the folder's sizes and choices; None = the folder's.
 
   Raises:
-    ValueError: the folder is what `Folder` refuses, or of another network.
+    ValueError: as in `arrays_in`.
   """
-  return nested({key: np.asarray(x) for key, x in Folder(path).arrays(config).items()})
+  return nested({key: np.asarray(x) for key, x in arrays_in(path, config).items()})
 
 
 def write(path: str | os.PathLike, params: Mapping[str, Any], config: T5Config) -> None:
@@ -310,7 +304,7 @@ def activations_of(words: str, what: str) -> tuple[str, ...]:
 def to_json(config: T5Config, dtype: str = "float32") -> dict[str, Any]:
   """Returns the values of the config.json of a T5.
 
-  >>> to_json(T5Config.t5_1_1("small"))["feed_forward_proj"]
+  >>> to_json(T5Config.preset("t5_1_1", "small"))["feed_forward_proj"]
   'gated-gelu'
 
   Args:
@@ -347,54 +341,53 @@ def is_folder(path: str | os.PathLike) -> bool:
   return any(pathlib.Path(path, name).is_file() for name in files)
 
 
-class Folder:
-  """A folder that holds all of a T5; its headers are read at once.
-
-      folder = Folder("t5-small")
-      folder.config.emb_dim, np.asarray(folder.tensors["shared.weight"])
+def config_in(path: str | os.PathLike) -> T5Config:
+  """Returns what config.json of a folder says; without a scan.
 
   Args:
     path: of the folder, on a local disk.
 
-  Attributes:
-    config: what config.json says; without a scan.
-    tensors: name -> array, which is read when it is asked for.
+  Raises:
+    ValueError: as in `from_json`.
+  """
+  return from_json(_values(path), repr(os.path.join(path, _CONFIG)))
+
+
+def _values(path: str | os.PathLike) -> dict[str, Any]:
+  return json.loads(pathlib.Path(path, _CONFIG).read_bytes())
+
+
+def arrays_in(path: str | os.PathLike, config: T5Config | None = None) -> dict[str, Lazy]:
+  """Returns key of T5X's tree -> array of a folder, which is read when it is asked for.
+
+      np.asarray(arrays_in("t5-small")["token_embedder/embedding"])
+
+  Args:
+    path: of the folder, on a local disk.
+    config: of the network, which must have the folder's sizes and choices; None = the folder's.
 
   Raises:
     ValueError: the tensors are absent, pickled or damaged, or they are not those of config.json:
-      all names are in one error.
+      all names are in one error. Or the folder is of another network.
   """
-
-  def __init__(self, path: str | os.PathLike):
-    self.path, folder = os.fspath(path), pathlib.Path(path)
-    values = json.loads((folder / _CONFIG).read_bytes())
-    self.config = from_json(values, repr(os.path.join(self.path, _CONFIG)))
-    files = {_WEIGHTS}
-    # Large models lie in several files.
-    if (folder / _INDEX).is_file():
-      files = set(json.loads((folder / _INDEX).read_bytes())["weight_map"].values())
-    elif not (folder / _WEIGHTS).is_file():
-      safetensors_file.refuse_pickled(folder / _PICKLED[0])
-    self.tensors: dict[str, Lazy] = {}
-    for file in sorted(files):
-      self.tensors |= safetensors_file.Opened(folder / file).tensors
-    if _SHARED in self.tensors and values.get("tie_word_embeddings", True):
-      # transformers 5 ties T5 1.1 too, where nobody gave it a head of its own. It does not scale.
-      self.tensors.setdefault(_HEAD, self.tensors[_SHARED])
-    what = f"{self.path!r} is not the T5 of its {_CONFIG}"
-    _from_tensors(self.tensors, self.config, what)  # names and shapes; it reads no tensor
-
-  def arrays(self, config: T5Config | None = None) -> dict[str, Lazy]:
-    """Returns key of T5X's tree -> array, which is read when it is asked for.
-
-    Args:
-      config: of the network, which must have the folder's sizes and choices; None = the folder's.
-    """
-    config = self.config if config is None else config
-    # Not by shapes: those of 8 heads of 64 are those of 16 heads of 32.
-    pairs = {name: (getattr(self.config, name), getattr(config, name)) for name in _CHOICES}
-    if differs := [f"{k} is {x} there and {y} here" for k, (x, y) in pairs.items() if x != y]:
-      raise ValueError(
-        f"{self.path!r} is of another network: {', '.join(differs)}. Choose its model file."
-      )
-    return _from_tensors(self.tensors, config, repr(self.path))
+  own, folder = config_in(path), pathlib.Path(path)
+  config = own if config is None else config
+  # Not by shapes: those of 8 heads of 64 are those of 16 heads of 32.
+  pairs = {name: (getattr(own, name), getattr(config, name)) for name in _CHOICES}
+  if differs := [f"{k} is {x} there and {y} here" for k, (x, y) in pairs.items() if x != y]:
+    raise ValueError(
+      f"{os.fspath(path)!r} is of another network: {', '.join(differs)}. Choose its model file."
+    )
+  files = {_WEIGHTS}
+  # Large models lie in several files.
+  if (folder / _INDEX).is_file():
+    files = set(json.loads((folder / _INDEX).read_bytes())["weight_map"].values())
+  elif not (folder / _WEIGHTS).is_file():
+    safetensors_file.refuse_pickled(folder / _PICKLED[0])
+  tensors: dict[str, Lazy] = {}
+  for file in sorted(files):
+    tensors |= safetensors_file.read(folder / file)[0]
+  if _SHARED in tensors and _values(path).get("tie_word_embeddings", True):
+    # transformers 5 ties T5 1.1 too, where nobody gave it a head of its own. It does not scale.
+    tensors.setdefault(_HEAD, tensors[_SHARED])
+  return _from_tensors(tensors, config, f"{os.fspath(path)!r} is not the T5 of its {_CONFIG}")

@@ -21,16 +21,13 @@ import numpy as np
 
 from nm_sparsity_jax.core import packed as of_one
 from nm_sparsity_jax.core.packed import MOST, NMPacked, like, pack, unpack
-from nm_sparsity_jax.core.text import printable, table
-from nm_sparsity_jax.core.trees import alike, flatten, map_with_names, path_name
-from nm_sparsity_jax.deploy.unstack_layers import unstacked
+from nm_sparsity_jax.core.text import columns, printable
+from nm_sparsity_jax.core.trees import alike, flatten, map_with_names
+from nm_sparsity_jax.deploy.unstack_layers import unstacked as unstacked  # also named here
 from nm_sparsity_jax.models.t5 import T5Config
 from nm_sparsity_jax.models.vit import ViTConfig
 from nm_sparsity_jax.training.rules import Rules
 from nm_sparsity_jax.training.sites import Site
-
-__all__ = ["Kernel", "Report", "decide", "pack_tree", "prepare", "rows_of",
-           "unpack_tree", "unstacked"]  # fmt: skip
 
 
 def decide(params: Any, rules: Rules, dtype: Any = None) -> tuple[dict[str, NMPacked], dict]:
@@ -80,6 +77,11 @@ def _refused(site: Site, dtype: Any, kind: Any) -> str:
   return ""
 
 
+def is_packed(x: Any) -> bool:
+  """Returns whether something is a packed kernel, which is a leaf of our trees."""
+  return isinstance(x, NMPacked)
+
+
 # --- trees ----------------------------------------------------------------------------------------
 
 
@@ -112,16 +114,6 @@ class Report:
   dense: Mapping[str, str]
   rest: int
 
-  @property
-  def total(self) -> int:
-    """Returns the bytes of the whole tree."""
-    return self.rest + sum(kernel.bytes for kernel in self.packed.values())
-
-  @property
-  def zeros(self) -> int:
-    """Returns the bytes of the whole tree with its zeros."""
-    return self.rest + sum(kernel.bytes_with_zeros for kernel in self.packed.values())
-
   def __str__(self) -> str:
     rows = [
       (name, x.pattern, f"{x.bytes_with_zeros:,}", f"{x.bytes:,}",
@@ -129,12 +121,14 @@ class Report:
       for name, paths, x in alike(self.packed)
     ]  # fmt: skip
     head = "packed", "pattern", "bytes with zeros", "bytes", "smaller", "kernels"
-    lines = table(head, rows) if rows else ["nothing is packed"]
+    lines = columns([head, *rows]) if rows else ["nothing is packed"]
     reasons: dict[str, list[str]] = {}
     for name, _, why in alike(self.dense):
       reasons.setdefault(why, []).append(name)
     lines += [f"with zeros, {why}: {', '.join(names)}" for why, names in reasons.items()]
-    lines += [f"in all {self.total:,} bytes, and {self.zeros:,} with zeros"]
+    total = self.rest + sum(kernel.bytes for kernel in self.packed.values())
+    zeros = self.rest + sum(kernel.bytes_with_zeros for kernel in self.packed.values())
+    lines += [f"in all {total:,} bytes, and {zeros:,} with zeros"]
     return "\n".join(map(printable, lines))
 
 
@@ -153,18 +147,13 @@ def pack_tree(params: Any, rules: Rules, dtype: Any = None) -> tuple[Any, Report
     ValueError: a kernel is not n:m, or a value does not fit `dtype`.
   """
   likes, dense = decide(params, rules, dtype)
-  kernels, rest = {}, 0
-
-  def one(path: str, w: Any) -> Any:
-    nonlocal rest
-    if path not in likes:
-      rest += w.nbytes
-      return w
-    packed = pack(np.asarray(w), likes[path].pattern, dtype, path)
-    kernels[path] = Kernel(str(packed.pattern), packed.nbytes, w.nbytes)
-    return packed
-
-  return map_with_names(one, params), Report(kernels, dense, rest)
+  arrays = dict(flatten(params))
+  packed = {path: pack(arrays[path], x.pattern, dtype, path) for path, x in likes.items()}
+  kernels = {
+    path: Kernel(str(x.pattern), x.nbytes, arrays[path].nbytes) for path, x in packed.items()
+  }
+  rest = sum(arrays[path].nbytes for path in dense)
+  return map_with_names(lambda path, w: packed.get(path, w), params), Report(kernels, dense, rest)
 
 
 def unpack_tree(tree: Any) -> Any:
@@ -175,7 +164,7 @@ def unpack_tree(tree: Any) -> Any:
   Args:
     tree: of `pack_tree`.
   """
-  return _map_packed(lambda path, x: unpack(x), tree)
+  return jax.tree.map(lambda x: unpack(x) if is_packed(x) else x, tree, is_leaf=is_packed)
 
 
 def prepare(
@@ -197,16 +186,21 @@ def prepare(
   Raises:
     ValueError: rows are no whole number from 1 on, or the backend is unknown or not there.
   """
-  # Each kernel by itself: one network may hold some packed and some with zeros.
-  count = rows if callable(rows) else lambda path: rows
-  ready = lambda path, x: of_one.prepare(x, count(path), backend, memory)
-  return jax.tree.map(jnp.asarray, _map_packed(ready, tree))
+
+  def ready(path: str, x: Any) -> Any:
+    if not is_packed(x):
+      return jnp.asarray(x)
+    # Each kernel by itself: one network may hold some packed and some with zeros.
+    count = rows(path) if callable(rows) else rows
+    return of_one.prepare(x, count, backend, memory)
+
+  return map_with_names(ready, tree, is_packed)
 
 
 def rows_of(config: Any, batch: int, inputs: int = 1, beams: int = 1) -> Callable[[str], int]:
   """Returns path -> rows of x that a kernel gets in one call; of another network, `batch` for all.
 
-  >>> rows = rows_of(T5Config.t5_1_1("base"), batch=2, inputs=512, beams=4)
+  >>> rows = rows_of(T5Config.preset("t5_1_1", "base"), batch=2, inputs=512, beams=4)
   >>> rows("encoder/layers_0/mlp/wo/kernel"), rows("decoder/layers_0/mlp/wo/kernel")
   (1024, 8)
 
@@ -229,12 +223,3 @@ def rows_of(config: Any, batch: int, inputs: int = 1, beams: int = 1) -> Callabl
     return batch * beams * (inputs if reads_inputs else 1)
 
   return rows
-
-
-def _map_packed(function: Callable[[str, NMPacked], Any], tree: Any) -> Any:
-  """Returns the tree with function(path, kernel) for each packed kernel."""
-
-  def one(keys, x):
-    return function(path_name(keys), x) if isinstance(x, NMPacked) else x
-
-  return jax.tree_util.tree_map_with_path(one, tree, is_leaf=lambda x: isinstance(x, NMPacked))

@@ -46,12 +46,6 @@ class Name:
     """Returns the rows of their tensor, a view of our array."""
     return np.moveaxis(array, (-1, -2), (0, 1)) if self.transposed else array
 
-  def shape(self, ours: tuple[int, ...]) -> tuple[int, ...]:
-    """Returns the shape of their tensor, of that of our array."""
-    # Of an array that takes no memory: the layouts themselves say what the shape becomes.
-    first, *rest = self.theirs(np.broadcast_to(np.int8(0), ours)).shape or (0,)
-    return (first if self.third is None else 3 * first, *rest)
-
 
 def to_tensors(arrays: Mapping[str, Any], name_of: Callable[[str], Name]) -> dict[str, np.ndarray]:
   """Returns their name -> tensor.
@@ -85,18 +79,20 @@ def from_tensors(
   Raises:
     ValueError: a name is missing or unknown, or a tensor has another shape: all in one error.
   """
-  found = {key: name_of(key) for key in shapes}
-  wanted = {there.name: there.shape(shapes[key]) for key, there in found.items()}
+  # Bytes in place of floats: the layouts themselves say what the shapes become.
+  like = {key: np.broadcast_to(np.int8(0), shape) for key, shape in shapes.items()}
+  wanted = {name: x.shape for name, x in to_tensors(like, name_of).items()}
   if said := difference(wanted, {name: x.shape for name, x in tensors.items()}):
     raise ValueError(f"{what}: {said}.")
 
-  def lazy(key: str, there: Name) -> Lazy:
+  def lazy(key: str) -> Lazy:
+    there = name_of(key)
     tensor = tensors[there.name]
     # A copy in our order: a view would keep all of q, k and v alive, and hold the file's layout.
     make = lambda: np.array(there.ours(np.asarray(tensor)), order="C")
     return Lazy(shapes[key], np.dtype(tensor.dtype), make)
 
-  return {key: lazy(key, there) for key, there in found.items()}
+  return {key: lazy(key) for key in shapes}
 
 
 def difference(wanted: Mapping[str, tuple[int, ...]], found: Mapping[str, Any]) -> str:

@@ -7,14 +7,12 @@ It is a safetensors file. A packed kernel NAME is two or three tensors of it: NA
 NAME.nm_indices and, of int8, NAME.nm_scale, in the canonical layout of `packed`. Its metadata have
 one entry, "nm_sparsity_jax", which is JSON:
 
-    version  2
     rules    the text of the rules
     packed   {NAME: {"n", "m", "depth"}}
 """
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 from collections.abc import Mapping
@@ -22,15 +20,15 @@ from typing import Any
 
 import numpy as np
 
-from nm_sparsity_jax.core.packed import NMPacked, check, like
-from nm_sparsity_jax.core.patterns import NM
+from nm_sparsity_jax.core.packed import NMPacked, check
+from nm_sparsity_jax.core.packed.array import width
 from nm_sparsity_jax.core.text import first_line
 from nm_sparsity_jax.core.trees import flatten, nested
 from nm_sparsity_jax.deploy import inference_tree, safetensors_file
 from nm_sparsity_jax.training import rules_text
 from nm_sparsity_jax.training.rules import Rules
 
-_ENTRY = "nm_sparsity_jax"
+ENTRY = "nm_sparsity_jax"  # of the metadata of a packed file
 _PARTS = ("values", "indices", "scale")  # fields of NMPacked, and tensors NAME.nm_values, ...
 
 
@@ -58,22 +56,16 @@ def write(
     raise ValueError(f"nothing can be packed: {'; '.join(dict.fromkeys(report.dense.values()))}.")
   tensors, kernels = {}, {}
   # A kernel is a pytree of its parts; as a leaf it keeps its name.
-  leaves = flatten({**variables, "params": params}, lambda x: isinstance(x, NMPacked))
-  for name, x in leaves:
-    if isinstance(x, NMPacked):
+  for name, x in flatten({**variables, "params": params}, inference_tree.is_packed):
+    if inference_tree.is_packed(x):
       kernels[name] = {"n": x.n, "m": x.m, "depth": x.depth}
       parts = {f"{name}.nm_{part}": getattr(x, part) for part in _PARTS}
       tensors |= {full: part for full, part in parts.items() if part is not None}
     else:
       tensors[name] = x
   header = {"rules": rules_text.describe(rules), "packed": kernels}
-  safetensors_file.write(path, tensors, {_ENTRY: json.dumps(header)})
+  safetensors_file.write(path, tensors, {ENTRY: json.dumps(header)})
   return report
-
-
-def is_packed(opened: safetensors_file.Opened) -> bool:
-  """Returns whether an opened file is a packed file."""
-  return _ENTRY in opened.metadata
 
 
 def read(path: str | os.PathLike) -> tuple[dict[str, Any], str]:
@@ -89,28 +81,17 @@ def read(path: str | os.PathLike) -> tuple[dict[str, Any], str]:
     ValueError: it is not a packed file; or a shape, an index, a bit of padding or a
       scale is not as `pack` makes it.
   """
-  file = safetensors_file.Opened(path)
-  arrays: dict[str, Any] = {name: np.asarray(x) for name, x in file.tensors.items()}
+  path = os.fspath(path)
+  tensors, metadata = safetensors_file.read(path)
+  arrays: dict[str, Any] = {name: np.asarray(x) for name, x in tensors.items()}
   try:
-    header = json.loads(file.metadata[_ENTRY])
+    header = json.loads(metadata[ENTRY])
     for name, kernel in header["packed"].items():
-      parts = [arrays.pop(f"{name}.nm_{part}", None) for part in _PARTS]
-      made = _kernel(NM(kernel["n"], kernel["m"]), kernel["depth"], *parts)
+      parts = {part: arrays.pop(f"{name}.nm_{part}", None) for part in _PARTS}
+      arrays[name] = NMPacked(**parts, **kernel, bits=width(kernel["m"]))
       # The C++ kernels trust shapes and indices, so this is the place that looks at them.
-      check(made, name.removeprefix("params/"))
-      arrays[name] = made
+      check(arrays[name], name.removeprefix("params/"))
     return nested(arrays), header["rules"]
   except (ValueError, KeyError, TypeError, AttributeError) as e:
     why = f"{type(e).__name__}: {first_line(e)}"
-    raise ValueError(f"{file.path!r} is no packed file, or damaged ({why}): pack again.") from e
-
-
-def _kernel(pattern: NM, depth: int, *parts: Any) -> NMPacked:
-  """Returns the kernel of these arrays; refuses shapes and dtypes that `pack` does not make."""
-  values, *_ = parts
-  # What `pack` would make of such a kernel; the C++ kernels read past the end of anything else.
-  due = like(pattern, (depth, values.shape[1]), values.dtype)
-  form = lambda x: None if x is None else (tuple(x.shape), np.dtype(x.dtype))
-  if [form(x) for x in parts] != [form(getattr(due, part)) for part in _PARTS]:
-    raise ValueError(f"values, indices and scale do not fit {pattern} of depth {depth}")
-  return dataclasses.replace(due, **dict(zip(_PARTS, parts, strict=True)))
+    raise ValueError(f"{path!r} is no packed file, or damaged ({why}): pack again.") from e

@@ -1,6 +1,6 @@
 """Safetensors files: arrays that are read when they are asked for, and written all at once.
 
-    path -> [Opened] -> name -> Lazy: shape, dtype -> np.asarray reads it
+    path -> [read] -> name -> Lazy: shape, dtype -> np.asarray reads it
     name -> array -> [write] -> a file, whole or not at all
 
 The library `safetensors` knows the format. A file that torch pickled can run any code when it is
@@ -30,38 +30,31 @@ _DTYPES = {
 }  # fmt: skip
 
 
-class Opened:
-  """A file; its header is read at once.
+def read(path: str | os.PathLike) -> tuple[dict[str, Lazy], dict[str, str]]:
+  """Returns name -> array, which is read when it is asked for, and the texts beside them.
 
   Args:
-    path: of the file, on a local disk.
-
-  Attributes:
-    path: of the file.
-    metadata: the texts that the file holds with its tensors.
-    tensors: name -> array, which is read when it is asked for.
+    path: of the file, on a local disk. Its header is read at once.
 
   Raises:
     ValueError: it is a pickled file, or not a safetensors file.
   """
+  path = os.fspath(path)
+  refuse_pickled(path)
+  try:
+    file: Any = safetensors.safe_open(path, "np")
+    return {name: _lazy(file, name) for name in file.keys()}, file.metadata() or {}
+  except (safetensors.SafetensorError, IsADirectoryError, KeyError) as e:
+    raise ValueError(
+      f"{path!r} is not a safetensors file that numpy can read ({first_line(e)}): copy it again, "
+      "or name another file."
+    ) from e
 
-  def __init__(self, path: str | os.PathLike):
-    self.path = os.fspath(path)
-    refuse_pickled(self.path)
-    try:
-      self._file: Any = safetensors.safe_open(self.path, "np")
-      self.metadata: dict[str, str] = self._file.metadata() or {}
-      self.tensors = {name: self._lazy(name) for name in self._file.keys()}
-    except (safetensors.SafetensorError, IsADirectoryError, KeyError) as e:
-      raise ValueError(
-        f"{self.path!r} is not a safetensors file that numpy can read ({first_line(e)}): copy it "
-        "again, or name another file."
-      ) from e
 
-  def _lazy(self, name: str) -> Lazy:
-    found = self._file.get_slice(name)
-    dtype = np.dtype(_DTYPES[found.get_dtype()])
-    return Lazy(tuple(found.get_shape()), dtype, lambda: self._file.get_tensor(name))
+def _lazy(file: Any, name: str) -> Lazy:
+  found = file.get_slice(name)
+  dtype = np.dtype(_DTYPES[found.get_dtype()])
+  return Lazy(tuple(found.get_shape()), dtype, lambda: file.get_tensor(name))
 
 
 def refuse_pickled(path: str | os.PathLike) -> None:

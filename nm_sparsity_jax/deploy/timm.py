@@ -170,7 +170,7 @@ def read(path: str | os.PathLike, like: Mapping[str, Any] | None = None) -> dict
   Raises:
     ValueError: it is pickled, damaged, or what `from_timm` refuses.
   """
-  return from_timm(safetensors_file.Opened(path).tensors, like, repr(os.fspath(path)))
+  return from_timm(safetensors_file.read(path)[0], like, repr(os.fspath(path)))
 
 
 def write(path: str | os.PathLike, variables: Mapping[str, Any]) -> None:
@@ -182,5 +182,4 @@ def write(path: str | os.PathLike, variables: Mapping[str, Any]) -> None:
     path: of the file, which must not be there.
     variables: as in `to_timm`.
   """
-  tensors = to_timm(variables)
-  safetensors_file.write(path, tensors)
+  safetensors_file.write(path, to_timm(variables))

@@ -2,7 +2,7 @@
 
 params, config -> [unstacked] -> params with an array for each layer, config that does not scan
 key, array     -> [apart]     -> key of a layer -> its array, a view
-layers         -> [restacked] -> what a network with a scan takes
+key, layers    -> [restacked] -> its array, as a network with a scan takes it
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def unstacked(params: Any, config: Any) -> tuple[dict[str, Any], Any]:
 def without_scan(config: Any) -> Any:
   """Returns the config of the same network without a scan over its layers.
 
-  >>> without_scan(T5Config.t5_1_1("small", scan_layers=True)).scan_layers
+  >>> without_scan(T5Config.preset("t5_1_1", "small", scan_layers=True)).scan_layers
   False
   """
   scans = isinstance(config, T5Config) and config.scan_layers
@@ -89,17 +89,14 @@ def apart(key: str, array: Any) -> dict[str, Any]:
   return {name.format(i): layer.reshape(own) for i, layer in enumerate(layers)}
 
 
-def restacked(layers: Mapping[str, Lazy], shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Lazy]:
-  """Returns the arrays of a network, which may scan, of those of one that does not.
+def restacked(key: str, layers: Mapping[str, Lazy], shape: tuple[int, ...]) -> Lazy:
+  """Returns an array of a network, which may scan, of those of one that does not.
 
   Args:
+    key: its path among the parameters.
     layers: key without a scan -> array.
-    shapes: key of the network -> shape; stacked along axis 1.
+    shape: of the array; layers are stacked along axis 1.
   """
-  return {key: _restacked(key, layers, shape) for key, shape in shapes.items()}
-
-
-def _restacked(key: str, layers: Mapping[str, Lazy], shape: tuple[int, ...]) -> Lazy:
   if (name := _stacked(key)) is None:
     return layers[key]
   first, depth, *rest = shape

@@ -9,7 +9,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,8 +18,6 @@ from flax import linen as nn
 
 from nm_sparsity_jax.training.layers import Conv, Dense
 
-_Config = TypeVar("_Config")
-
 STD = 0.02  # of new kernels, as timm starts its transformers
 kernel_init = nn.initializers.normal(STD)
 
@@ -27,7 +25,7 @@ kernel_init = nn.initializers.normal(STD)
 # --- configs ----------------------------------------------------------------------------------
 
 
-def choose(configs: Mapping[str, _Config], name: str, changes: Mapping[str, Any]) -> _Config:
+def choose(configs: Mapping[str, Any], name: str, changes: Mapping[str, Any]) -> Any:
   """Returns the config of a name, with some fields changed.
 
   Args:
@@ -37,8 +35,7 @@ def choose(configs: Mapping[str, _Config], name: str, changes: Mapping[str, Any]
   """
   if name not in configs:
     raise ValueError(f"there is no network {name!r} here: choose one of {', '.join(configs)}.")
-  config: Any = configs[name]
-  return dataclasses.replace(config, **changes)
+  return dataclasses.replace(configs[name], **changes)
 
 
 def check_images(images: jax.Array, config: Any) -> None:

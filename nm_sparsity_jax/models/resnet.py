@@ -46,7 +46,6 @@ class ResNetConfig:
     widths: of the bottlenecks of each stage; a stage's output is four times as wide. The first conv
       is as wide as the bottlenecks of the first stage.
     classes: logits.
-    stem: pixels of a side of the first kernel; its stride is 2.
     drop_path: share of the examples that skip the last block; less before.
     dtype: of the computation; parameters, batch statistics and logits are float32.
   """
@@ -56,7 +55,6 @@ class ResNetConfig:
   depths: tuple[int, ...] = (3, 4, 6, 3)
   widths: tuple[int, ...] = (64, 128, 256, 512)
   classes: int = 1000
-  stem: int = 7
   drop_path: float = 0.0
   dtype: str = "float32"
 
@@ -173,7 +171,7 @@ class ResNet(nn.Module):
     """
     cfg = self.config
     parts.check_images(images, cfg)
-    x = _conv(cfg.widths[0], cfg.stem, 2, cfg.dtype, "conv1")(images)
+    x = _conv(cfg.widths[0], 7, 2, cfg.dtype, "conv1")(images)
     x = nn.relu(_batch_norm(x, "bn1", train, cfg.dtype))
     # As torch: a border of one that never is the largest.
     padding: Any = ((1, 1), (1, 1))

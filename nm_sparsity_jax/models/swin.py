@@ -42,8 +42,8 @@ _HIDDEN = 512  # of the MLP of positions
 class SwinConfig:
   """Sizes and choices of a Swin Transformer V2; the defaults are SwinV2-B with window 8.
 
-  >>> SwinConfig().widths
-  (128, 256, 512, 1024)
+  >>> SwinConfig().sides
+  (64, 32, 16, 8)
 
   Attributes:
     image_size: pixels of a side.
@@ -74,8 +74,6 @@ class SwinConfig:
   dtype: str = "float32"
 
   def __post_init__(self):
-    for name in ("depths", "heads"):  # lists in gin, which have no hash
-      object.__setattr__(self, name, tuple(getattr(self, name)))
     multiple = self.patch * 2 ** (len(self.depths) - 1)
     unfilled = [side for side in self.sides if side > self.window and side % self.window]
     if self.image_size % multiple or unfilled:
@@ -84,11 +82,6 @@ class SwinConfig:
         f"image_size must be a multiple of {multiple}, and windows must fill feature maps of "
         f"{self.sides} tokens a side."
       )
-
-  @property
-  def widths(self) -> tuple[int, ...]:
-    """Returns the width of each stage."""
-    return tuple(self.embed * 2**stage for stage in range(len(self.depths)))
 
   @property
   def sides(self) -> tuple[int, ...]:

@@ -6,6 +6,7 @@ import dataclasses
 from typing import ClassVar
 
 import jax
+import jax.core
 import jax.numpy as jnp
 
 from nm_sparsity_jax.core import schedules

@@ -213,7 +213,7 @@ def network_settings(name: str) -> dict[str, Any]:
   """
   folder = folders.path_of(name)
   if huggingface.is_folder(folder):
-    return {"mlp_activations": huggingface.Folder(folder).config.mlp_activations}
+    return {"mlp_activations": huggingface.config_in(folder).mlp_activations}
   # Its own notes first: what `finalize` wrote may lie in the folder of another run.
   found = files.read_json(folder / _NOTES, None)
   if found is None:

@@ -67,7 +67,7 @@ def export(
   refuse_existing(file)  # before the weights are read, which takes long
   stored = checkpoint.as_stored(path)
   shapes = {key: x.shape for key, x in flatten(checkpoint_rules.parameters(stored))}
-  is_t5 = huggingface.is_t5(shapes)
+  is_t5 = "token_embedder/embedding" in shapes
   _check_name(file, is_folder=is_t5)
   is_sparse = stored.known_rules is not None or rules is not None
   if is_sparse:
@@ -148,10 +148,10 @@ def convert(path: str | os.PathLike, out: str | os.PathLike, scan_layers: bool =
   Raises:
     ValueError: the folder is refused by `deploy.huggingface.read`, or the output is there already.
   """
-  folder = huggingface.Folder(path)
-  config = dataclasses.replace(folder.config, scan_layers=scan_layers)
-  arrays = {f"target/{k}": np.asarray(x, np.float32) for k, x in folder.arrays(config).items()}
-  made, noted = os.path.join(out, "checkpoint_0"), checkpoint.network_settings(folder.path)
+  config = dataclasses.replace(huggingface.config_in(path), scan_layers=scan_layers)
+  found = huggingface.arrays_in(path, config)
+  arrays = {f"target/{k}": np.asarray(x, np.float32) for k, x in found.items()}
+  made, noted = os.path.join(out, "checkpoint_0"), checkpoint.network_settings(os.fspath(path))
   # T5X restores a step as well.
   checkpoint.write(made, arrays | {"state/step": np.asarray(np.int32(0))}, noted)
   return made

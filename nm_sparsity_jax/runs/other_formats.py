@@ -15,9 +15,15 @@ from typing import Any
 import numpy as np
 
 from nm_sparsity_jax.core.files import Lazy
-from nm_sparsity_jax.core.packed import NMPacked, unpack
+from nm_sparsity_jax.core.packed import unpack
 from nm_sparsity_jax.core.trees import flatten
-from nm_sparsity_jax.deploy import huggingface, packed_file, safetensors_file, timm
+from nm_sparsity_jax.deploy import (
+  huggingface,
+  inference_tree,
+  packed_file,
+  safetensors_file,
+  timm,
+)
 
 
 def is_readable(path: Any) -> bool:
@@ -42,19 +48,19 @@ def read(
     ValueError: it is pickled, damaged, or of another network.
   """
   if os.path.isdir(name):
-    arrays = huggingface.Folder(name).arrays(config)
+    arrays = huggingface.arrays_in(name, config)
     return "Hugging Face", {f"target/{key}": x for key, x in arrays.items()}, None, None
-  opened = safetensors_file.Opened(name)
-  if packed_file.is_packed(opened):
+  tensors, metadata = safetensors_file.read(name)
+  if packed_file.ENTRY in metadata:
     variables, rules = packed_file.read(name)
-    leaves = flatten(variables, lambda x: isinstance(x, NMPacked))
+    leaves = flatten(variables, inference_tree.is_packed)
     return "packed", {_key(key): _with_zeros(x) for key, x in leaves}, rules, lambda: variables
-  arrays = timm.from_tensors(opened.tensors, repr(name), like)
+  arrays = timm.from_tensors(tensors, repr(name), like)
   return "timm", {_key(key): x for key, x in arrays.items()}, None, None
 
 
 def _with_zeros(x: Any) -> Lazy:
-  unpacked = lambda: unpack(x) if isinstance(x, NMPacked) else x
+  unpacked = lambda: unpack(x) if inference_tree.is_packed(x) else x
   return Lazy(tuple(x.shape), np.dtype(x.dtype), unpacked)
 
 

@@ -16,9 +16,9 @@ import jax.core
 import jax.numpy as jnp
 import numpy as np
 
-from nm_sparsity_jax.core import dtypes, masks
+from nm_sparsity_jax.core import masks
 from nm_sparsity_jax.core.schedules import as_step
-from nm_sparsity_jax.core.text import printable, table
+from nm_sparsity_jax.core.text import columns, printable
 from nm_sparsity_jax.core.trees import alike, flatten, map_with_names
 from nm_sparsity_jax.training.rules import Rules
 from nm_sparsity_jax.training.sites import Site
@@ -179,7 +179,7 @@ class Report:
     for name, paths, p in alike(shown):
       groups, bad = p.groups * len(paths), p.bad_groups * len(paths)  # of all these layers
       rows.append((name, p.pattern, p.axis, groups, bad, f"{p.density:.4f}", p.first or ""))
-    lines = table(head, rows) if rows else []
+    lines = columns([head, *rows]) if rows else []
     lines += [f"skipped  {name}: {why}" for name, _, why in alike(self.skipped)]
     lines += [f"warning  {p.path}: {p.warning}" for p in self.places if p.warning]
     return "\n".join([*map(printable, lines), self.verdict])
@@ -208,7 +208,9 @@ def verify(params: Any, rules: Rules) -> Report:
 
 def _verify(site: Site, w: np.ndarray) -> Verified:
   pattern = site.pattern
-  used = dtypes.used(w)  # on the host, since a backend may flush subnormals
+  used = w != 0  # on the host, since a backend may flush subnormals
+  # numpy's isfinite knows no integers of four bits; float32 holds all of one byte.
+  finite = np.isfinite(w.astype(np.float32) if w.dtype.itemsize == 1 else w)
   counts = site.groups.split(used, pattern).sum(-1)
   bad = counts > pattern.n
   return Verified(
@@ -220,5 +222,5 @@ def _verify(site: Site, w: np.ndarray) -> Verified:
     bad_groups=int(bad.sum()),
     density=float(used.sum() / max(w.size, 1)),
     first=site.groups.start(int(np.argmax(bad)), pattern) if bad.any() else None,
-    not_finite=int((~dtypes.finite(w)).sum()),
+    not_finite=int((~finite).sum()),
   )

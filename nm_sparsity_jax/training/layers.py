@@ -182,14 +182,8 @@ def with_step(
     A new mapping of the same type.
   """
   step = as_step(step)
-  masked = {path.rpartition("/")[0] for path, _ in flatten(variables[COLLECTION])}
-  named = [path for path, _ in flatten(variables["params"])] if rules else []
-  plain = [p for p in named if rules.sparse_recipe(p) and p.rpartition("/")[0] not in masked]
-  if plain and rules.indivisible != "skip":  # which leaves some of them dense on purpose
-    raise ValueError(
-      f"the rules name {', '.join(plain)}, whose layers mask nothing and would train dense: build "
-      "them from nms.layers, or name them 'dense' first."
-    )
+  if rules is not None:
+    _check_layers(variables, rules)
   stamps = [dict(flatten(state[key])) for key in ("made", "renewed")] if state else []
 
   def fill(path, leaf):
@@ -207,6 +201,18 @@ def with_step(
   if state:
     new[STATE_COLLECTION] = state["mask"]
   return flax.core.copy(variables, new)  # type: ignore
+
+
+def _check_layers(variables: Mapping[str, Any], rules: Rules) -> None:
+  """Refuses a plain layer whose kernel the rules name: it would train dense, to be pruned at last."""
+  masked = {path.rpartition("/")[0] for path, _ in flatten(variables[COLLECTION])}
+  named = [path for path, _ in flatten(variables["params"]) if rules.sparse_recipe(path)]
+  plain = [path for path in named if path.rpartition("/")[0] not in masked]
+  if plain and rules.indivisible != "skip":  # which leaves some of them dense on purpose
+    raise ValueError(
+      f"the rules name {', '.join(plain)}, whose layers mask nothing and would train dense: build "
+      "them from nms.layers, or name them 'dense' first."
+    )
 
 
 def effective_kernel(layer: Any, w: jax.Array, axis: masks.Axis) -> jax.Array:

@@ -15,7 +15,7 @@ import jax
 from nm_sparsity_jax.core import masks
 from nm_sparsity_jax.core.groups import Groups
 from nm_sparsity_jax.core.patterns import NM
-from nm_sparsity_jax.core.text import table
+from nm_sparsity_jax.core.text import columns
 from nm_sparsity_jax.core.trees import alike, group
 from nm_sparsity_jax.recipes import Recipe
 
@@ -127,7 +127,7 @@ class Assignment:
     rows = [
       (name, *fact[:3], fact[3] * len(paths), *fact[4:]) for name, paths, fact in alike(facts)
     ]
-    lines = table(head, rows)
+    lines = columns([head, *rows])
     lines += [f"skipped  {name}: {why}" for name, _, why in alike(self.skipped)]
     if self.dense:
       lines.append(f"dense    {', '.join(name for name, _ in group(self.dense))}")

@@ -17,7 +17,6 @@ from nm_sparsity_jax.analysis.page import Part, Section, Strong, Table
 from nm_sparsity_jax.analysis.report.costs import training_flops
 from nm_sparsity_jax.analysis.run_folder import Run
 from nm_sparsity_jax.analysis.scores import table
-from nm_sparsity_jax.core.text import listed
 from nm_sparsity_jax.runs import trained
 
 
@@ -135,7 +134,7 @@ def summary(runs: Sequence[Run], checkpoint: table.Checkpoint) -> Iterator[Part]
     rows.append([run.name, f"{score:.4g}", kept, weights or "all", f"{run.last_step:,}"])
   yield Table(["run", " and ".join(shared), "kept", "weights", "updates"], rows)
   yield (
-    f"Score: {'the mean of ' * (len(shared) > 1)}{listed([*shared])}, checkpoint: {checkpoint}. "
+    f"Score: {'the mean of ' * (len(shared) > 1)}{' and '.join(shared)}, checkpoint: {checkpoint}. "
     "Weights: what the patterns leave of the sparse kernels."
   )
   yield (

@@ -16,7 +16,7 @@ from typing import Any
 
 from nm_sparsity_jax.analysis import run_folder, scores
 from nm_sparsity_jax.analysis.sweep.grid import Run, Sweep
-from nm_sparsity_jax.core.text import columns, score_digits
+from nm_sparsity_jax.core.text import columns
 from nm_sparsity_jax.runs import folders
 
 
@@ -149,8 +149,9 @@ def tables(found: Mapping[str, Any]) -> Iterator[tuple[str, list[list[str]]]]:
     means = [row[measure]["mean"] for row in rows]
     if means == [None] * len(means):
       continue
-    # Losses and errors differ in their last digits.
-    digits = 4 if measure in less else score_digits(means)
+    # Losses and errors differ in their last digits, and so do scores on a scale up to 1.
+    largest = max(abs(mean) for mean in means if mean is not None)
+    digits = 4 if measure in less else 3 if largest <= 2 else 1
     what = "less is better" if measure in less else "more is better"
     of = f"mean of {', '.join(more)}, " if measure == "score" else ""
     head = ["recipe", "pattern", "seeds", measure, f"difference from {baseline}"]

@@ -119,9 +119,7 @@ def check_axis(shape: Sequence[int], axis: Axis, gaps: bool = False) -> tuple[in
 def _floating(x):
   if not hasattr(x, "dtype"):
     x = jnp.asarray(x)
-  # float8_e8m0 has no zero to prune to, and JAX computes nothing in float6.
-  has_no_zero = x.dtype.name.startswith(("float8_e8m0", "float6_"))
-  if not jnp.issubdtype(x.dtype, jnp.floating) or has_no_zero:
+  if not jnp.issubdtype(x.dtype, jnp.floating):
     raise ValueError(
       f"a mask needs real floating-point scores, got dtype {x.dtype} and shape {x.shape}: convert "
       "with .astype(jnp.float32), or pass jnp.abs of complex numbers."

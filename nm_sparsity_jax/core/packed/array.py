@@ -176,12 +176,18 @@ def check(packed: NMPacked, name: str = "the weight") -> None:
   """Refuses entries that `pack` cannot have made: the C++ kernels trust them.
 
   Args:
-    packed: with arrays of the shapes and dtypes of `like`.
+    packed: with arrays.
     name: of the parameter, for errors.
 
   Raises:
-    ValueError: an index, a value of padding or a scale is wrong.
+    ValueError: a shape, a dtype, an index, a value of padding or a scale is wrong.
   """
+  form = lambda x: (x.shape, x.dtype)
+  due = like(packed.pattern, packed.shape, packed.values.dtype)
+  if jax.tree.map(form, packed) != jax.tree.map(form, due):
+    raise ValueError(
+      f"{name!r}: values, indices and scale do not fit {packed.pattern} of depth {packed.depth}"
+    )
   values = np.asarray(packed.values).reshape(packed.groups, packed.n, packed.features)
   places = spread(np.asarray(packed.indices), packed.rows, packed.bits).reshape(values.shape)
   in_last = packed.depth - (packed.groups - 1) * packed.m

@@ -45,9 +45,7 @@ def nm_dot(x: jax.Array, packed: NMPacked | jax.Array, backend: str = "auto") ->
       "must be as long as the weight is deep."
     )
   if not isinstance(packed, NMPacked):
-    kind = xla.shared(x, packed)
-    y = jnp.dot(x.astype(kind), packed.astype(kind), preferred_element_type=jnp.float32)
-    return y.astype(x.dtype)
+    return xla.product(x, packed).astype(x.dtype)
   lead = x.shape[:-1]
   batch = math.prod(lead)
   backend = _chosen(packed, batch, backend, dense=False)
@@ -103,10 +101,7 @@ def _dot(backend: str, x: jax.Array, packed: NMPacked) -> jax.Array:
 def _backward(backend: str, packed: NMPacked, dy: jax.Array) -> tuple[jax.Array, None]:
   del backend
   # dx = (dy * scale) . W^T, and the weight is made for it.
-  w = xla.dense(packed)
-  kind = xla.shared(dy, w)
-  dy_scaled = xla.scaled(dy.astype(jnp.float32), packed).astype(kind)
-  dx = jnp.dot(dy_scaled, w.T.astype(kind), preferred_element_type=jnp.float32)
+  dx = xla.product(xla.scaled(dy, packed), xla.dense(packed).T)
   return dx.astype(dy.dtype), None
 
 

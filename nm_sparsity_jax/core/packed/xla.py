@@ -47,20 +47,18 @@ def dense(packed: NMPacked) -> jax.Array:
 
 def unpacked(x: jax.Array, packed: NMPacked) -> jax.Array:
   """Returns x . W by making W: float32 [batch, features]."""
-  w = dense(packed)
-  kind = shared(x, w)
-  y = lax.dot(x.astype(kind), w.astype(kind), preferred_element_type=jnp.float32)
-  return scaled(y, packed)
+  return scaled(product(x, dense(packed)), packed)
 
 
-def shared(x: jax.Array, w: jax.Array) -> np.dtype:
-  """Returns the dtype in which x and w are multiplied: theirs, or float32 where they differ."""
-  return x.dtype if x.dtype == w.dtype else np.dtype(np.float32)
+def product(x: jax.Array, w: jax.Array) -> jax.Array:
+  """Returns the float32 sums x . w; where the dtypes differ, both are float32 before."""
+  kind = x.dtype if x.dtype == w.dtype else np.dtype(np.float32)
+  return jnp.dot(x.astype(kind), w.astype(kind), preferred_element_type=jnp.float32)
 
 
 def scaled(y: jax.Array, packed: NMPacked) -> jax.Array:
-  """Returns sums of int8 values times the scale of their column; other sums as they are."""
-  return y if packed.scale is None else y * packed.scale[None]
+  """Returns y times the scale of its column, in float32; without a scale as it is."""
+  return y if packed.scale is None else y.astype(jnp.float32) * packed.scale[None]
 
 
 def scan(x: jax.Array, packed: NMPacked) -> jax.Array:

@@ -36,7 +36,7 @@ _VOCABULARY = 32128  # T5's 32,000 pieces and 100 sentinels, rounded up to a mul
 class T5Config:
   """Sizes and choices of a T5; the fields of T5X's `T5Config`, and those from `remat_policy` on.
 
-  >>> T5Config.t5_1_1("small", dropout_rate=0.0).mlp_activations
+  >>> T5Config.preset("t5_1_1", "small", dropout_rate=0.0).mlp_activations
   ('gelu', 'linear')
 
   Attributes:
@@ -78,32 +78,22 @@ class T5Config:
     object.__setattr__(self, "mlp_activations", tuple(self.mlp_activations))  # a list in gin
 
   @classmethod
-  def t5_1_1(cls, size: str, **overrides: Any) -> T5Config:
-    """Returns T5.1.1: gated GELU, own logits; 'tiny', 'small', 'base', 'large', 'xl', 'xxl'."""
-    return cls.preset("t5_1_1", size, **overrides)
-
-  @classmethod
-  def t5_1_0(cls, size: str, **overrides: Any) -> T5Config:
-    """Returns T5.1.0: ReLU, logits via embedding; 'tiny', 'small', 'base', 'large', '3B', '11B'."""
-    return cls.preset("t5_1_0", size, **overrides)
-
-  @classmethod
-  def wmt(cls, **overrides: Any) -> T5Config:
-    """Returns the translation model of the N:M paper's Table 16, 6 + 6 layers.
-
-    The table does not give activation and logits. They are those of the Transformer that it
-    follows (Vaswani et al. 2017, arXiv:1706.03762): ReLU, logits via the embedding.
-    """
-    return cls.preset("wmt", "table_16", **overrides)
-
-  @classmethod
   def preset(cls, version: str, size: str, **overrides: Any) -> T5Config:
-    """Returns one of `SIZES`, by the names of version and size."""
+    """Returns one of `SIZES`, with some fields changed.
+
+    T5.1.1 has a gated GELU and logits of its own. T5.1.0 has ReLU and logits via the embedding. So
+    has 'wmt', the translation model of the N:M paper's Table 16. The table does not give them; they
+    are those of the Transformer that it follows (Vaswani et al. 2017, arXiv:1706.03762).
+
+    Args:
+      version: 't5_1_1', 't5_1_0' or 'wmt'.
+      size: such as 'small'; that of 'wmt' is 'table_16'.
+      **overrides: fields of `T5Config`.
+    """
     if size not in SIZES.get(version, {}):
       known = "; ".join(f"{name}: {', '.join(sizes)}" for name, sizes in SIZES.items())
       raise ValueError(f"T5 {version!r} of size {size!r}: choose one of {known}.")
     emb_dim, num_heads, depth, head_dim, mlp_dim = SIZES[version][size]
-    # T5.1.1 gates its MLP and has logits of its own; all others are as the first T5.
     is_gated = version == "t5_1_1"
     fields: dict[str, Any] = dict(
       vocab_size=_VOCABULARY, emb_dim=emb_dim, num_heads=num_heads, head_dim=head_dim,

@@ -45,7 +45,8 @@ def tokens(lengths: Mapping[str, int] | None, rows: int, packed: bool = False) -
 class T5(Workload):
   """A T5 of this package.
 
-      T5(Transformer(T5Config.t5_1_1("small")), data.Source(name="rte", lengths=..., batch_size=8))
+      network = Transformer(T5Config.preset("t5_1_1", "small"))
+      T5(network, data.Source(name="rte", lengths=..., batch_size=8))
 
   Args:
     network: dense, without rules of its own.
