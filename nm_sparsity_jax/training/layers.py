@@ -204,7 +204,7 @@ def with_step(
 
 
 def _check_layers(variables: Mapping[str, Any], rules: Rules) -> None:
-  """Refuses a plain layer whose kernel the rules name: it would train dense, to be pruned at last."""
+  """Refuses a plain layer whose kernel the rules name: it would train dense and be pruned last."""
   masked = {path.rpartition("/")[0] for path, _ in flatten(variables[COLLECTION])}
   named = [path for path, _ in flatten(variables["params"]) if rules.sparse_recipe(path)]
   plain = [path for path in named if path.rpartition("/")[0] not in masked]
