@@ -240,7 +240,7 @@ def test_a_full_disk_loses_nothing(whole, tmp_path):
     resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1]))
 
   try:
-    with pytest.raises(ValueError, match="checkpoint_12 could not be written .*checkpoint_6"):
+    with pytest.raises(ValueError, match="could not be written .*checkpoint_6"):
       train.train(hard(tmp_path, learning_rate=at_step(8, fill)))
   finally:
     resource.setrlimit(resource.RLIMIT_FSIZE, limits)
@@ -269,7 +269,7 @@ def test_a_removal_that_is_cut_off_leaves_no_checkpoint(tmp_path, monkeypatch):
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
       patch.setattr(shutil, "rmtree", cut_off)
       kept.remove_old()
-    assert kept.steps() == [2]
+    assert folders.steps(tmp_path) == [2]
     kept.remove_old()
   assert [path.name for path in tmp_path.iterdir()] == ["checkpoint_2"]
 

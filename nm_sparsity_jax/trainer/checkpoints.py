@@ -21,7 +21,7 @@ import os
 import pathlib
 import shutil
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
@@ -96,7 +96,6 @@ class Checkpoints:
     self._ocp, self._keep = ocp, keep
     self.folder = pathlib.Path(folder).absolute()
     self.best: int | None = None  # the step that is never removed
-    self._saving: int | None = None  # the step that is being written
     options = ocp.CheckpointManagerOptions(
       step_prefix=folders.PREFIX, cleanup_tmp_directories=True, create=False
     )
@@ -112,49 +111,41 @@ class Checkpoints:
     with contextlib.suppress(Exception):
       self._manager.close()
 
-  def steps(self) -> Sequence[int]:
-    """Returns the steps of complete checkpoints, ascending."""
-    return folders.steps(self.folder)
-
   def newest(self) -> str:
     """Returns the name of the newest complete checkpoint; 'none' without one."""
-    return f"{folders.PREFIX}_{steps[-1]}" if (steps := self.steps()) else "none"
+    return f"{folders.PREFIX}_{steps[-1]}" if (steps := folders.steps(self.folder)) else "none"
 
   def save(self, step: int, tree: Mapping[str, Any]) -> None:
     """Starts to write; the tree may be donated afterwards."""
-    if step == self._saving or step in self.steps():
-      return
     self.wait()
+    if step in folders.steps(self.folder):
+      return
     self.remove_old()
-    with self._explained(step):
+    with self._explained():
       # A copy on the host: on a CPU the background would else read what the next step writes to.
       tree = jax.tree.map(lambda x: np.array(x), tree)
       args = self._ocp.args.Composite(state=self._ocp.args.PyTreeSave(tree))
-      self._saving = step
       self._manager.save(step, args=args, force=True)
 
   def wait(self) -> None:
     """Waits until the last one is complete."""
-    if self._saving is not None:
-      with self._explained(self._saving):
-        self._manager.wait_until_finished()
-      self._saving = None
+    with self._explained():
+      self._manager.wait_until_finished()
 
   @contextlib.contextmanager
-  def _explained(self, step: int) -> Iterator[None]:
+  def _explained(self) -> Iterator[None]:
     try:
       yield
     except Exception as e:
       raise ValueError(
-        f"{self.folder}/{folders.PREFIX}_{step} could not be written ({first_line(e)}). The newest "
-        f"complete checkpoint is {self.newest()}; with room on the disk, the same command "
-        "continues from it."
+        f"a checkpoint in {self.folder} could not be written ({first_line(e)}). The newest complete "
+        f"one is {self.newest()}; with room on the disk, the same command continues from it."
       ) from e
 
   def remove_old(self) -> None:
     """Removes all but the newest and the best."""
     # Orbax' policies keep the newest or the best by a metric of the save; ours is known after it.
-    for step in self.steps()[: -self._keep] if self._keep else ():
+    for step in folders.steps(self.folder)[: -self._keep] if self._keep else ():
       if step != self.best:
         # Under another name a kill leaves nothing that looks like a whole checkpoint.
         os.replace(self.folder / f"{folders.PREFIX}_{step}", self.folder / f"{_REMOVED}{step}")

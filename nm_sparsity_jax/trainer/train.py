@@ -115,7 +115,7 @@ class _Process:
     run, model = self.run, self.run.model
     # Both come from the seed alone, so a resumed run has the same dropout.
     init_key, key = jax.random.split(jax.random.PRNGKey(run.random_seed))
-    if found := self.saved.steps():
+    if found := run_folders.steps(self.saved.folder):
       state = self.saved.restore(found[-1], model.state_like(run.optimizer), model)
       # What is later is of a checkpoint that was never completed.
       noted = run_folders.evaluations(self.saved.folder)
@@ -297,10 +297,10 @@ def evaluate(
   Returns:
     0.
   """
-  evaluator, variables, step = _open(model, evaluation, checkpoint, output_dir, memory)
-  with _alone_in(evaluator.folder, config) as folder:
+  opened = _opened(model, evaluation, checkpoint, output_dir, config, memory)
+  with opened as (evaluator, variables, step):
     found = evaluator.evaluate(variables, step)
-    with contextlib.closing(writers.Curves(folder)) as curves:
+    with contextlib.closing(writers.Curves(pathlib.Path(evaluator.folder))) as curves:
       _tell(found, evaluator.model, step, curves, print)
       curves.flush()  # `close` raises no error of a full disk
   return 0
@@ -332,10 +332,10 @@ def infer(
   Returns:
     0.
   """
-  evaluator, variables, _ = _open(model, evaluation, checkpoint, output_dir, memory)
-  with _alone_in(evaluator.folder, config) as folder:
+  opened = _opened(model, evaluation, checkpoint, output_dir, config, memory)
+  with opened as (evaluator, variables, _):
     for name, rows in evaluator.predictions(variables):
-      count, path = 0, folder / f"{name}-predict.jsonl-00000-of-00001"
+      count, path = 0, f"{evaluator.folder}/{name}-predict.jsonl-00000-of-00001"
       with files.whole_file(path) as unfinished, unfinished.open("w", encoding="utf-8") as file:
         for count, (inputs, prediction) in enumerate(rows, 1):  # noqa: B007
           line = {"inputs": inputs, "prediction": prediction}
@@ -346,19 +346,10 @@ def infer(
 
 
 @contextlib.contextmanager
-def _alone_in(name: str, config: str) -> Iterator[pathlib.Path]:
-  """Holds the folder that `evaluate` and `infer` write to."""
-  # Two processes would write into one unfinished file, and a mix of both would get its name.
-  with lock.hold(name):
-    folder = pathlib.Path(name)
-    files.write_atomically(folder / "config.gin", config)
-    yield folder
-
-
-def _open(
-  model: Model, evaluation: Any, checkpoint: str, output_dir: str, memory: bool
-) -> tuple[Any, dict[str, Any], int]:
-  """Returns an evaluator, the variables of a checkpoint, and its global step; writes nothing.
+def _opened(
+  model: Model, evaluation: Any, checkpoint: str, output_dir: str, config: str, memory: bool
+) -> Iterator[tuple[Any, dict[str, Any], int]]:
+  """Yields an evaluator, the variables of a checkpoint, and its global step; holds the folder.
 
   The arguments are those of `evaluate`.
   """
@@ -381,4 +372,7 @@ def _open(
     params = inference_tree.prepare(held["params"], evaluator.rows(), memory=memory)
     variables = jax.device_put({**held, "params": params}, model.replicated)
   print(f"{stored.path}: {about}")
-  return evaluator, variables, stored.step or 0
+  # Two processes would write into one unfinished file, and a mix of both would get its name.
+  with lock.hold(folder):
+    files.write_atomically(folder / "config.gin", config)
+    yield evaluator, variables, stored.step or 0
