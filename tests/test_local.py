@@ -24,7 +24,6 @@ import nm_sparsity_jax as nms
 from nm_sparsity_jax import cli
 from nm_sparsity_jax.models.t5 import network
 from nm_sparsity_jax.runs import checkpoint_rules, folders
-from nm_sparsity_jax.runs.checkpoint import as_stored
 from nm_sparsity_jax.training import configure
 
 pytest.importorskip("seqio", reason="the local runner needs seqio: pip install -e '.[local]'")
@@ -113,7 +112,7 @@ def test_learns_dense_then_sparse_from_that_checkpoint(tmp_path):
   model = model_of(source=packed, **DENSE, sparse_steps=120)
   assert train.train(run_of(dense, model, sparse_steps=120, **steps)) == 0
   assert lines(dense)[-1]["loss"] < 0.3 < 2 < lines(dense)[0]["loss"]
-  assert not checkpoint_rules.check_start(as_stored(str(dense)))
+  assert not checkpoint_rules.check_start(checkpoints.opened(str(dense), model))
 
   model = model_of(source=packed, **(SR_STE | dict(sparse_steps=60, dense_steps=30)),
                    finetune_steps=0)  # fmt: skip
@@ -226,7 +225,7 @@ def test_an_evaluation_that_a_kill_cut_off_is_made_up_for(tmp_path):
 def test_a_number_that_is_not_finite_stops_the_run(tmp_path):
   rate = lambda count: jnp.where(count == 9, jnp.nan, 0.01)
   run = run_of(tmp_path, optimizer=optax.adamw(rate))
-  with pytest.raises(ValueError, match="update of step 10 .* good step is 9, .* checkpoint_6"):
+  with pytest.raises(ValueError, match="update_norm of step 10.* good step is 9, .* checkpoint_6"):
     train.train(run)
   assert folders.steps(tmp_path) == [6] and lines(tmp_path)[-1]["step"] == 9
 

@@ -21,7 +21,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from nm_sparsity_jax.core.files import Lazy, refuse_existing, whole
+from nm_sparsity_jax.core.files import Lazy, whole
 from nm_sparsity_jax.core.text import first_line
 from nm_sparsity_jax.core.trees import flatten, nested
 from nm_sparsity_jax.deploy import huggingface
@@ -31,13 +31,6 @@ from nm_sparsity_jax.training import rules_text
 
 _NOTES = "notes.json"  # in a checkpoint of `write`: rules, and settings of the network
 _SPARSE = "flax_mutables/nm_sparsity/"
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Leaf(Lazy):
-  """One array of a checkpoint, read when `np.asarray` asks for it; `key` is its name there."""
-
-  key: str
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,7 +49,7 @@ class Stored:
 
   path: str
   format: str
-  leaves: Mapping[str, Leaf]
+  leaves: Mapping[str, Lazy]
   step: int | None
   sparse_step: int | None
   rules: str | None
@@ -99,7 +92,7 @@ class Stored:
     tree = {k: np.asarray(x) for k, x in kept.items() if k not in ("step", "start", "rules")}
     return nested({"step": np.int32(self.sparse_step or 0), **tree}) if tree else {}
 
-  def variables(self) -> dict[str, Leaf]:
+  def variables(self) -> dict[str, Lazy]:
     """Returns what is deployed, not read yet: 'params/head/kernel', 'batch_stats/bn1/mean', ..."""
     found = {}
     for key, x in self.leaves.items():
@@ -119,12 +112,9 @@ def find(name: str) -> str:
   return folders.latest(name) or name
 
 
-def as_stored(path: str | os.PathLike | Stored) -> Stored:
-  """Returns the checkpoint that a path means; one that was read already stays as it is."""
-  return path if isinstance(path, Stored) else read(os.fspath(path))
-
-
-def read(name: str, like: Mapping[str, Any] | None = None, config: Any = None) -> Stored:
+def read(
+  name: str | os.PathLike, like: Mapping[str, Any] | None = None, config: Any = None
+) -> Stored:
   """Reads what a checkpoint holds, and none of its large arrays; a packed file it reads whole.
 
   Args:
@@ -137,7 +127,7 @@ def read(name: str, like: Mapping[str, Any] | None = None, config: Any = None) -
     FileNotFoundError: it is not there.
     ValueError: it is damaged, or of another network.
   """
-  name = find(name)
+  name = find(os.fspath(name))
   path = folders.path_of(name)
   if not path.exists():
     raise FileNotFoundError(f"there is no checkpoint {name!r}")
@@ -182,13 +172,13 @@ def _refuse_other_network(name: str, config: Any) -> None:
       )
 
 
-def _leaf(name: str, key: str, x: Any) -> Leaf:
+def _leaf(name: str, key: str, x: Any) -> Lazy:
   # Damage shows when an array is read, far from here, so each knows its file and its name.
   def make() -> np.ndarray:
     with _damage(name, key):
       return np.asarray(x)
 
-  return Leaf(shape=tuple(x.shape), dtype=x.dtype, make=make, key=key)
+  return Lazy(tuple(x.shape), x.dtype, make)
 
 
 @contextlib.contextmanager
@@ -259,13 +249,6 @@ def check_shapes(stored: Stored, like: Any) -> None:
     )
 
 
-def check_new(folder: str) -> None:
-  """Refuses what `write` would refuse, before anything is done for it."""
-  if "://" in folder:
-    raise ValueError(f"{folder!r}: name a folder on a local disk, and copy the checkpoint from it")
-  refuse_existing(folder)
-
-
 def write(
   folder: str,
   arrays: Mapping[str, Any],
@@ -284,7 +267,6 @@ def write(
   """
   import orbax.checkpoint as ocp
 
-  check_new(folder)
   with whole(folder) as unfinished, orbax.quiet():
     unfinished.mkdir()
     with ocp.PyTreeCheckpointer() as writer:

@@ -33,10 +33,7 @@ def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[tuple[st
   leaves = lambda tree: flatten(tree, lambda x: x is None or x in ({}, []))  # jax has no such leaf
   before, now = ({k.rstrip("/"): repr(x) for k, x in leaves(tree)} for tree in (old, new))
   pairs = {path: (before.get(path, _UNSET), now.get(path, _UNSET)) for path in before | now}
-  found = {path: pair for path, pair in pairs.items() if pair[0] != pair[1]}
-  # Where another function stands, its arguments say nothing more.
-  inside = lambda path: any(path.startswith(f"{p}/") for p in found)
-  return [(path, *pair) for path, pair in sorted(found.items()) if not inside(path)]
+  return [(path, *pair) for path, pair in sorted(pairs.items()) if pair[0] != pair[1]]
 
 
 def refuse_changed(folder: pathlib.Path, settings: Mapping[str, Any]) -> None:

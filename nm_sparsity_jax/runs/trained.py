@@ -36,9 +36,8 @@ _MACROS = {
 
 def gin_text(folder: str | os.PathLike) -> str:
   """Returns the gin configuration of a run; '' where there is none."""
-  found = (pathlib.Path(folder) / name for name in ("config.gin", "operative_config.gin"))
-  file = next((file for file in found if file.is_file()), None)
-  return files.read_text(file) if file else ""
+  file = pathlib.Path(folder) / "config.gin"
+  return files.read_text(file) if file.is_file() else ""
 
 
 def macros(text: str) -> dict[str, str]:
@@ -62,19 +61,7 @@ def read_settings(folder: str | os.PathLike) -> dict[str, Any]:
   Args:
     folder: the run's.
   """
-  return parse_settings(gin_text(folder))
-
-
-def parse_settings(text: str) -> dict[str, Any]:
-  """Parses the macros of a gin configuration: name -> value, or `Reference`.
-
-  >>> parse_settings("RECIPE = 'sr_ste'\\nRULES = @configure.rules()\\n")
-  {'RECIPE': 'sr_ste', 'RULES': '@configure.rules()'}
-
-  Args:
-    text: the configuration.
-  """
-  found = {name: plain(value) for name, value in macros(text).items()}
+  found = {name: plain(value) for name, value in macros(gin_text(folder)).items()}
   # A file of gin_configs/paper/ asks a function for what its row sets.
   if of_row := [name for name, value in found.items() if "paper.setting()" in str(value)]:
     row = paper.find(found["TABLE"], found["ROW"]).settings()

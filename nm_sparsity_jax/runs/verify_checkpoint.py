@@ -26,6 +26,7 @@ from typing import Any
 
 import numpy as np
 
+from nm_sparsity_jax.core.files import refuse_existing
 from nm_sparsity_jax.core.trees import flatten, nested
 from nm_sparsity_jax.runs import checkpoint, checkpoint_rules
 from nm_sparsity_jax.runs.checkpoint import Stored
@@ -76,7 +77,7 @@ class Proof:
 
 
 def verify(
-  path: str | os.PathLike | Stored,
+  path: str | os.PathLike,
   rules: checkpoint_rules.Given = None,
   axes: Mapping[str, Any] | None = None,
 ) -> Proof:
@@ -96,14 +97,14 @@ def verify(
   Raises:
     ValueError: there are no rules, other rules than the checkpoint's, or it cannot be read.
   """
-  stored = checkpoint.as_stored(path)
+  stored = checkpoint.read(path)
   rules = checkpoint_rules.rules_for(stored, rules, axes)
   # One array is in memory at a time: they are read where they are counted.
   return Proof(stored, rules, apply.verify(checkpoint_rules.parameters(stored), rules))
 
 
 def finalize(
-  path: str | os.PathLike | Stored,
+  path: str | os.PathLike,
   out: str | os.PathLike,
   rules: checkpoint_rules.Given = None,
   axes: Mapping[str, Any] | None = None,
@@ -127,7 +128,7 @@ def finalize(
   Raises:
     ValueError: the schedule is not over, the output is there already, or what `verify` refuses.
   """
-  stored = checkpoint.as_stored(path)
+  stored = checkpoint.read(path)
   rules = checkpoint_rules.rules_for(stored, rules, axes)
   assignment = rules.assign(checkpoint_rules.parameters(stored))
   # Before D is 0 the weights that go are still in use.
@@ -138,7 +139,7 @@ def finalize(
         "(--early)"
       )
   made = os.path.join(out, f"checkpoint_{stored.step or 0}")
-  checkpoint.check_new(made)
+  refuse_existing(made)
   arrays = _without_optimizer(stored)
   params = {k.removeprefix("target/"): x for k, x in arrays.items() if k.startswith("target/")}
   step = stored.sparse_step or 0

@@ -138,8 +138,9 @@ class Checkpoints:
       yield
     except Exception as e:
       raise ValueError(
-        f"a checkpoint in {self.folder} could not be written ({first_line(e)}). The newest complete "
-        f"one is {self.newest()}; with room on the disk, the same command continues from it."
+        f"a checkpoint in {self.folder} could not be written ({first_line(e)}). The newest "
+        f"complete one is {self.newest()}; with room on the disk, the same command continues from "
+        "it."
       ) from e
 
   def remove_old(self) -> None:

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from nm_sparsity_jax.deploy import inference_tree
-from nm_sparsity_jax.trainer.workloads.base import Batch, Workload, less_by_name
+from nm_sparsity_jax.trainer.workloads.base import Batch, Workload
 
 # What identifies an example, and what is predicted of it: values that JSON has.
 Row = tuple[Mapping[str, Any], Any]
@@ -167,17 +167,6 @@ def best_step(evaluations: Iterable[Mapping[str, Any]], metric: str | None) -> i
         )
     # A dense checkpoint is nearly always better, and never what a sparse run is for.
     if values and e["at_target"] and np.isfinite(mean := float(np.mean(values))):
-      less = metric is None or less_is_better(e, metric)
+      less = metric is None or metric in e["less_is_better"]
       scores[e["step"]] = -mean if less else mean
   return max(scores, key=lambda step: (scores[step], -step)) if scores else None
-
-
-def less_is_better(entry: Mapping[str, Any], metric: str) -> bool:
-  """Returns whether less of a metric is better, as an entry of evaluations.json notes it.
-
-  Args:
-    entry: where it notes nothing, as of a run of T5X, the name says it.
-    metric: its name.
-  """
-  less = entry.get("less_is_better")
-  return less_by_name(metric) if less is None else metric in less

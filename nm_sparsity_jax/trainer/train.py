@@ -24,6 +24,7 @@ import jax
 import numpy as np
 
 from nm_sparsity_jax.core import installed
+from nm_sparsity_jax.core.files import whole
 from nm_sparsity_jax.deploy import inference_tree
 from nm_sparsity_jax.runs import checkpoint_rules, files, lock, orbax
 from nm_sparsity_jax.runs import folders as run_folders
@@ -200,14 +201,13 @@ class _Process:
       self.curves.write("train", at, written)
 
   def _refuse_not_finite(self, sums: Mapping[str, Any], at: int) -> None:
-    wrong = {name for name, x in sums.items() if not np.isfinite(x)}
+    wrong = [name for name, x in sums.items() if not np.isfinite(x)]
     if not wrong:
       return
     with contextlib.suppress(ValueError):  # the error of an earlier save
       self.saved.wait()
-    what = "gradient or update" if wrong <= set(NORMS) else "loss"
     raise ValueError(
-      f"the {what} of step {at} is not finite. The last good step is {at - 1}, the newest "
+      f"{', '.join(wrong)} of step {at}: not finite. The last good step is {at - 1}, the newest "
       f"checkpoint {self.saved.newest()}; nothing was saved since. Lower LEARNING_RATE or lengthen "
       "WARMUP_STEPS, with another MODEL_DIR."
     )
@@ -336,7 +336,7 @@ def infer(
   with opened as (evaluator, variables, _):
     for name, rows in evaluator.predictions(variables):
       count, path = 0, f"{evaluator.folder}/{name}-predict.jsonl-00000-of-00001"
-      with files.whole_file(path) as unfinished, unfinished.open("w", encoding="utf-8") as file:
+      with whole(path, replace=True) as unfinished, unfinished.open("w", encoding="utf-8") as file:
         for count, (inputs, prediction) in enumerate(rows, 1):  # noqa: B007
           line = {"inputs": inputs, "prediction": prediction}
           # JSON has no NaN: what reads the file would fail on it, far from here.

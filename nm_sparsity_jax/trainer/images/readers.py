@@ -89,10 +89,6 @@ class Indexed(images.Source):
   def read(self, example: Any) -> tuple[Any, int]:
     """Returns Pillow's picture of an example, RGB, and its label."""
 
-  def check(self) -> None:
-    """Raises ValueError where the tables cannot be made."""
-    len(self.tables["train"])
-
   def train(self, seed: int, start: int) -> Iterator[images.Batch]:
     """Returns endless batches; batch i is a function of (seed, i)."""
     import grain
@@ -184,17 +180,13 @@ class Tfds(Indexed):
   """
 
   @functools.cached_property
-  def _builder(self) -> Any:
-    with quiet():  # TensorFlow writes past Python
-      import tensorflow_datasets as tfds
-    return tfds.builder(self.data, data_dir=self.folder, file_format="array_record")
-
-  @functools.cached_property
   def tables(self) -> Mapping[str, Any]:
     """Returns 'train', and what is evaluated."""
-    splits = self._builder.info.splits
-    evaluated = [name for name in ("validation", "test") if name in splits][:1]
-    return {name: self._builder.as_data_source(split=name) for name in ("train", *evaluated)}
+    with quiet():  # TensorFlow writes past Python
+      import tensorflow_datasets as tfds
+    builder: Any = tfds.builder(self.data, data_dir=self.folder, file_format="array_record")
+    evaluated = [name for name in ("validation", "test") if name in builder.info.splits][:1]
+    return {name: builder.as_data_source(split=name) for name in ("train", *evaluated)}
 
   def read(self, example: Mapping[str, Any]) -> tuple[Any, int]:
     """Returns the picture of an example, and its label."""

@@ -148,7 +148,7 @@ class Images(Workload):
 
   def check(self) -> None:
     """Raises ValueError where the images cannot be read."""
-    self.data.check()
+    self.data.splits()
 
 
 # --- mixing ---------------------------------------------------------------------------------------
