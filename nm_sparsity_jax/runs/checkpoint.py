@@ -15,7 +15,7 @@ import contextlib
 import dataclasses
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
@@ -44,7 +44,7 @@ class Stored:
     step: T5X's global step, None if unknown.
     sparse_step: steps of the sparse run that wrote it, None for a dense one.
     rules: the text of that run's rules, None for a dense one.
-    packed: of a packed file: reads the variables, with kernels as `NMPacked`; None of any other.
+    packed: of a packed file: the variables, with kernels as `NMPacked`; None of any other.
   """
 
   path: str
@@ -53,7 +53,7 @@ class Stored:
   step: int | None
   sparse_step: int | None
   rules: str | None
-  packed: Callable[[], dict[str, Any]] | None = None
+  packed: dict[str, Any] | None = None
 
   def array(self, key: str) -> np.ndarray:
     """Reads an array. ValueError where it is damaged."""
@@ -144,8 +144,14 @@ def read(
       f"{name!r} is not a checkpoint: it has neither a file 'checkpoint' (T5X) nor state/_METADATA "
       "(Orbax)"
     )
-  if config is not None:
-    _refuse_other_network(name, config)
+  # Another window fits all shapes and gives other logits, so nothing later would notice it.
+  for setting, there in network_settings(name).items() if config is not None else ():
+    here = getattr(config, setting, there)
+    if here != there:
+      raise ValueError(
+        f"{name} was trained with {setting}={there}, and this network has {setting}={here}, which "
+        f"shapes do not reveal: set {setting} of its config to {there}."
+      )
   leaves = {key: _leaf(name, key, x) for key, x in arrays.items()}
   number = lambda key: int(np.asarray(leaves[key])) if key in leaves else None
   if (key := f"{_SPARSE}rules") in leaves:
@@ -159,17 +165,6 @@ def read(
     rules=rules,
     packed=packed,
   )
-
-
-def _refuse_other_network(name: str, config: Any) -> None:
-  # Another window fits all shapes and gives other logits, so nothing later would notice it.
-  for setting, there in network_settings(name).items():
-    here = getattr(config, setting, there)
-    if here != there:
-      raise ValueError(
-        f"{name} was trained with {setting}={there}, and this network has {setting}={here}, which "
-        f"shapes do not reveal: set {setting} of its config to {there}."
-      )
 
 
 def _leaf(name: str, key: str, x: Any) -> Lazy:

@@ -31,7 +31,7 @@ def is_readable(path: Any) -> bool:
 def read(
   name: str, like: Mapping[str, Any] | None = None, config: Any = None
 ) -> tuple[str, dict[str, Any], str | None, Any]:
-  """Returns the format, key -> array that is not read yet, and of a packed file rules and reader.
+  """Returns the format, key -> array not read yet, and of a packed file rules and variables.
 
   Args:
     name: of the file or folder.
@@ -48,7 +48,7 @@ def read(
   if packed_file.is_packed(opened):
     variables, rules = packed_file.read(name)
     leaves = flatten(variables, lambda x: isinstance(x, NMPacked))
-    return "packed", {_key(key): _with_zeros(x) for key, x in leaves}, rules, lambda: variables
+    return "packed", {_key(key): _with_zeros(x) for key, x in leaves}, rules, variables
   arrays = timm.from_tensors(opened.tensors, repr(name), like)
   return "timm", {_key(key): x for key, x in arrays.items()}, None, None
 

@@ -17,7 +17,6 @@ from nm_sparsity_jax.core.trees import flatten
 from nm_sparsity_jax.runs import files, folders
 
 _FILE = "settings.json"
-_UNSET = "not set"
 
 
 def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[tuple[str, str, str]]:
@@ -32,7 +31,7 @@ def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[tuple[st
   """
   leaves = lambda tree: flatten(tree, lambda x: x is None or x in ({}, []))  # jax has no such leaf
   before, now = ({k.rstrip("/"): repr(x) for k, x in leaves(tree)} for tree in (old, new))
-  pairs = {path: (before.get(path, _UNSET), now.get(path, _UNSET)) for path in before | now}
+  pairs = {path: (before.get(path, "not set"), now.get(path, "not set")) for path in before | now}
   return [(path, *pair) for path, pair in sorted(pairs.items()) if pair[0] != pair[1]]
 
 

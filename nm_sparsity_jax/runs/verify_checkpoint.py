@@ -69,7 +69,7 @@ class Proof:
       "format": stored.format,
       "step": stored.step,
       "sparse_step": stored.sparse_step,
-      "rules": stored.rules if stored.rules is not None else rules_text.describe(self.rules),
+      "rules": rules_text.describe(self.rules),
       "places": [dataclasses.asdict(place) for place in self.report.places],
       "skipped": dict(self.report.skipped),
       "removed": dict(self.removed),

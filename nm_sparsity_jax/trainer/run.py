@@ -92,6 +92,11 @@ class Run:
         "and MICROBATCHES in place of optax.MultiSteps."
       )
 
+  def check_data(self) -> None:
+    """Raises ValueError where the data are not there or do not fit the model."""
+    if self.evaluation is not None:
+      self.evaluation(self.model)  # it checks itself when it is made
+
 
 def note_run(run: Run, folder: pathlib.Path, start: int, step: int, environment: Any) -> None:
   """Writes run.json: where a run starts, its workload, and what each process ran with.
@@ -103,12 +108,11 @@ def note_run(run: Run, folder: pathlib.Path, start: int, step: int, environment:
     step: the global step that this process goes on from.
     environment: what the bits depend on, apart from the settings.
   """
-  path, workload = folder / "run.json", run.model.workload
+  path = folder / "run.json"
   before = files.read_json(path, {"processes": []})["processes"]
   # A process from the same step on did nothing that was saved.
   kept = [p for p in before if p["from"] < step]
   if not kept or kept[-1]["environment"] != environment:
     kept.append({"from": step, "environment": environment})
-  described = workloads.describe(workload) | {"batch_size": workload.batch_size}
-  found = {"start": start, "workload": described, "processes": kept}
+  found = {"start": start, "workload": workloads.describe(run.model.workload), "processes": kept}
   files.write_atomically(path, json.dumps(found, indent=1) + "\n")

@@ -91,7 +91,7 @@ class Model:
     ema_decay: float | None = None,
   ):
     self.workload, self.ema_decay = workload, ema_decay
-    self.given_rules = Rules({".*": Dense()}) if rules is None else rules
+    rules = Rules({".*": Dense()}) if rules is None else rules
     devices = jax.local_devices() if devices is None else devices
     if len(devices) % num_partitions:
       raise ValueError(
@@ -116,7 +116,7 @@ class Model:
         "logical axes to be shared along. Leave it out."
       )
     # As stored: a scan stacks kernels, which moves the axis of their groups.
-    self.rules = self.given_rules if axes is None else self.given_rules.with_logical_axes(axes)
+    self.rules = rules if axes is None else rules.with_logical_axes(axes)
     self.rules.assign(self.shapes)  # rules that do not fit are refused before data are read
     self._shardings = {}  # path of a parameter -> its shape, its sharding
     if axes is not None:
@@ -229,8 +229,7 @@ class Model:
 
     def step(variables, batch):
       collections = {name: x for name, x in variables.items() if name != "params"}
-      loss, sums, _ = self.workload.loss(variables["params"], collections, batch, None)
-      return {**sums, "loss": loss}
+      return self._loss(variables["params"], collections, batch, None)[1][0]
 
     return self.jit(step)
 
@@ -293,16 +292,16 @@ class Model:
 
     return self.jit(before), self.jit(after, out_shardings=self.replicated)
 
+  def _loss(self, params, collections, batch, key):
+    """Returns the summed loss, and beside it all sums of the batch and the new collections."""
+    loss, sums, collections = self.workload.loss(params, collections, batch, key)
+    return loss, ({**sums, "loss": loss}, dict(collections))
+
   def _gradient(self, state: TrainState, batch, rng, parts):
     """Returns the sums of a batch, the new collections, and the mean loss's gradient."""
     # A key of the step, so a resumed run draws what it would have drawn.
     key = jax.random.fold_in(rng, state.step)
-
-    def loss_of(params, collections, batch, key):
-      loss, sums, collections = self.workload.loss(params, collections, batch, key)
-      return loss, ({**sums, "loss": loss}, dict(collections))
-
-    grad = jax.grad(loss_of, has_aux=True)
+    grad = jax.grad(self._loss, has_aux=True)
 
     def add(carry, x):
       (sums, collections), so_far = carry
@@ -319,7 +318,7 @@ class Model:
       cut = lambda x: jnp.swapaxes(x.reshape(-1, parts, *x.shape[1:]), 0, 1)
       cuts = jax.tree.map(cut, dict(batch))
       first = jax.tree.map(lambda x: x[0], cuts)
-      like = jax.eval_shape(loss_of, state.params, state.collections, first, key)[1][0]
+      like = jax.eval_shape(self._loss, state.params, state.collections, first, key)[1][0]
       zero = jax.tree.map(jnp.zeros_like, (like, state.params))
       begin = (zero[0], state.collections), zero[1]
       ((sums, collections), grads), _ = jax.lax.scan(add, begin, (jnp.arange(parts), cuts))

@@ -57,7 +57,8 @@ class Evaluation(evaluation.Splits):
     self._source = self.model.workload.data
     self._name: str = self.name or self._source.name
     seqio = data.import_seqio(self._source.module)
-    data.check_vocabulary(self._name, self.model.workload.network_config.vocab_size)
+    for name in {self._source.name, self._name}:  # what is trained on, and what is evaluated
+      data.check_vocabulary(name, self.model.workload.network_config.vocab_size)
     known = seqio.get_subtasks(seqio.get_mixture_or_task(self._name))
     self._tasks = [task for task in known if self.split in task.splits]
     if not self._tasks:
@@ -75,9 +76,11 @@ class Evaluation(evaluation.Splits):
 
   def rows(self) -> Callable[[str], int]:
     """Returns path -> rows that the kernel sees at once."""
-    config, lengths = self.model.workload.network_config, self._source.lengths or {}
-    inputs = lengths.get("inputs", 1)
-    return inference_tree.rows_of(config, self.batch_size, inputs, self.num_decodes)
+    workload = self.model.workload
+    inputs = workload.lengths["inputs"]
+    return inference_tree.rows_of(
+      workload.network_config, self.batch_size, inputs, self.num_decodes
+    )
 
   @functools.cached_property
   def _seqio(self) -> Any:

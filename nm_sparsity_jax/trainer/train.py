@@ -74,9 +74,7 @@ def check(run: Run, settings: Mapping[str, Any]) -> pathlib.Path:
   # What is refused cheaply is refused before data are read, Orbax starts or a folder is made.
   run.check()
   run_settings.refuse_changed(folder, settings)
-  run.model.workload.check()
-  if run.evaluation is not None:
-    run.evaluation(run.model)  # made once to check itself: a wrong EVAL_SPLIT is refused here
+  run.check_data()
   return folder
 
 
@@ -190,7 +188,14 @@ class _Process:
     self.pending = None
     sums, written = jax.device_get((sums, dict(sampled)))
     at = self.offset + done
-    self._refuse_not_finite(sums, at)
+    if wrong := [name for name, x in sums.items() if not np.isfinite(x)]:
+      with contextlib.suppress(ValueError):  # the error of an earlier save
+        self.saved.wait()
+      raise ValueError(
+        f"{', '.join(wrong)} of step {at}: not finite. The last good step is {at - 1}, the newest "
+        f"checkpoint {self.saved.newest()}; nothing was saved since. Lower LEARNING_RATE or "
+        "lengthen WARMUP_STEPS, with another MODEL_DIR."
+      )
     self.summed += 1
     self.sums = {name: self.sums.get(name, 0.0) + float(x) for name, x in sums.items()}
     if done == self.run.sparse_steps or _is_time(self.run.stats_period, done):
@@ -199,18 +204,6 @@ class _Process:
       self.summed, self.sums = 0, {}
     if written:
       self.curves.write("train", at, written)
-
-  def _refuse_not_finite(self, sums: Mapping[str, Any], at: int) -> None:
-    wrong = [name for name, x in sums.items() if not np.isfinite(x)]
-    if not wrong:
-      return
-    with contextlib.suppress(ValueError):  # the error of an earlier save
-      self.saved.wait()
-    raise ValueError(
-      f"{', '.join(wrong)} of step {at}: not finite. The last good step is {at - 1}, the newest "
-      f"checkpoint {self.saved.newest()}; nothing was saved since. Lower LEARNING_RATE or lengthen "
-      "WARMUP_STEPS, with another MODEL_DIR."
-    )
 
   def _means(self, done: int) -> dict[str, float]:
     """Returns what is written of the steps since the last report."""
@@ -367,10 +360,9 @@ def _opened(
     model, about = checkpoints.packed_model(stored, model), "packed"
     # An evaluator runs the network of its model, and that of a packed file has no scan.
     evaluator = evaluation(model, str(folder))
-    held = stored.packed()
     # Whether a packed product is faster depends on the rows that a layer sees at once.
-    params = inference_tree.prepare(held["params"], evaluator.rows(), memory=memory)
-    variables = jax.device_put({**held, "params": params}, model.replicated)
+    params = inference_tree.prepare(stored.packed["params"], evaluator.rows(), memory=memory)
+    variables = jax.device_put({**stored.packed, "params": params}, model.replicated)
   print(f"{stored.path}: {about}")
   # Two processes would write into one unfinished file, and a mix of both would get its name.
   with lock.hold(folder):

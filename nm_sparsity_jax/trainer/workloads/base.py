@@ -117,7 +117,10 @@ class Workload(abc.ABC):
 
   @abc.abstractmethod
   def splits(self) -> Mapping[str, Iterable[Batch]]:
-    """Returns name -> the finite batches that an evaluation goes through."""
+    """Returns name -> the finite batches that an evaluation goes through.
+
+    A run calls it before its first step: raise a ValueError where the data are not there.
+    """
 
   def predict(self, params: Any, state: Mapping[str, Any], batch: Batch) -> Mapping[str, jax.Array]:
     """Returns what the model says of each row of a batch; `nm-sparsity infer` writes it.
@@ -171,9 +174,6 @@ class Workload(abc.ABC):
     forward = lambda params, state, batch: self.loss(params, state, batch, None)
     return flops.forward(forward, params, variables, self.example())
 
-  def check(self) -> None:  # noqa: B027 (not every workload has data to check)
-    """Raises ValueError where data do not fit the model; called before the first step."""
-
 
 def filled(batch: Batch, size: int) -> dict[str, np.ndarray]:
   """Returns a batch of `size` rows; those that are missing are all zero."""
@@ -193,8 +193,9 @@ def less_by_name(metric: str) -> bool:
 def describe(workload: Workload) -> dict[str, Any]:
   """Returns what run.json says of a workload: plain values.
 
-  'class': module and name; 'weight'; 'lengths' of an example, if it has such; 'ops': of its cost,
-  each a dict of the fields of `flops.Op`, or None where it cannot be traced, which is logged;
+  'class': module and name; 'weight'; 'batch_size'; 'lengths' of an example, if it has such; 'ops':
+  of its cost, each a dict of the fields of `flops.Op`, or None where it cannot be traced, which is
+  logged;
   'network_settings': those that shapes do not reveal.
   """
   kind, config = type(workload), workload.network_config
@@ -209,6 +210,7 @@ def describe(workload: Workload) -> dict[str, Any]:
   return {
     "class": f"{kind.__module__}.{kind.__qualname__}",
     "weight": workload.weight,
+    "batch_size": workload.batch_size,
     "lengths": getattr(workload, "lengths", None),
     "ops": ops,
     "network_settings": settings,

@@ -146,10 +146,6 @@ class Images(Workload):
     images = jax.ShapeDtypeStruct(self._image, jnp.float32)
     return {"image": images, "label": number, "real": number}
 
-  def check(self) -> None:
-    """Raises ValueError where the images cannot be read."""
-    self.data.splits()
-
 
 # --- mixing ---------------------------------------------------------------------------------------
 
