@@ -17,13 +17,11 @@ import os
 import pathlib
 import re
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from nm_sparsity_jax.runs import files, folders, paper
-
-if TYPE_CHECKING:
-  from nm_sparsity_jax.runs.checkpoint import Stored
-  from nm_sparsity_jax.training.rules import Rules
+from nm_sparsity_jax.runs import checkpoint, files, folders, paper
+from nm_sparsity_jax.training import configure, rules_text
+from nm_sparsity_jax.training.rules import Rules
 
 # Argument of `configure.rules` -> the macro that it comes from.
 _MACROS = {
@@ -95,8 +93,6 @@ def rules_of(folder: str | os.PathLike) -> Rules:
   Raises:
     ValueError: they are in neither, or the macros say what is refused.
   """
-  from nm_sparsity_jax.training import configure, rules_text
-
   # First, since bindings that no macro shows may have overridden the macros.
   text = None
   with contextlib.suppress(ValueError, FileNotFoundError):  # none is there yet, or it is damaged
@@ -126,8 +122,6 @@ def stored_rules(path: str, pretrained_steps: int | None = None, **settings: Any
   Raises:
     ValueError: a setting does not agree, or the rules are unknown.
   """
-  from nm_sparsity_jax.training import configure, rules_text
-
   try:
     stored = _opened(path)
   except (ValueError, FileNotFoundError):
@@ -182,16 +176,10 @@ def start_of(run: str | None, initial: str | None = None) -> int | None:
   return step
 
 
-def _opened(path: str | os.PathLike) -> Stored:
-  """Returns a checkpoint, or the newest one of a run."""
-  from nm_sparsity_jax.runs import checkpoint
-
-  return _read(checkpoint.find(os.fspath(path)))
-
-
 # A checkpoint does not change, and gin asks again for each use of PRETRAINED_STEPS.
-@functools.lru_cache(maxsize=16)
-def _read(path: str) -> Stored:
-  from nm_sparsity_jax.runs import checkpoint
+_read = functools.lru_cache(maxsize=16)(checkpoint.read)
 
-  return checkpoint.read(path)
+
+def _opened(path: str | os.PathLike) -> checkpoint.Stored:
+  """Returns a checkpoint, or the newest one of a run."""
+  return _read(checkpoint.find(os.fspath(path)))

@@ -140,7 +140,13 @@ def finalize(
       )
   made = os.path.join(out, f"checkpoint_{stored.step or 0}")
   refuse_existing(made)
-  arrays = _without_optimizer(stored)
+  arrays = {"state/step": np.asarray(np.int32(0))}  # T5X wants one
+  if stored.sparse_step is not None:  # as its sparse model wants to know where the run began
+    arrays["flax_mutables/nm_sparsity/start"] = np.asarray(np.int32(stored.start or 0))
+  # All but the optimizer.
+  for key in stored.leaves:
+    if key.startswith(("target/", "flax_mutables/")) or key == "state/step":
+      arrays[key] = stored.array(key)
   params = {k.removeprefix("target/"): x for k, x in arrays.items() if k.startswith("target/")}
   step = stored.sparse_step or 0
   zeros = apply.finalize(nested(params), rules, step, stored.masks() or None, early=True)
@@ -156,14 +162,3 @@ def finalize(
   noted = rules_text.describe(rules) if stored.sparse_step is None else None
   checkpoint.write(made, arrays, checkpoint.network_settings(stored.path), noted)
   return dataclasses.replace(verify(made, rules), removed=removed)
-
-
-def _without_optimizer(stored: Stored) -> dict[str, np.ndarray]:
-  """Returns what a finalized checkpoint holds, by key, before it has zeros."""
-  arrays = {"state/step": np.asarray(np.int32(0))}  # T5X wants one
-  if stored.sparse_step is not None:  # as its sparse model wants to know where the run began
-    arrays["flax_mutables/nm_sparsity/start"] = np.asarray(np.int32(stored.start or 0))
-  for key in stored.leaves:
-    if key.startswith(("target/", "flax_mutables/")) or key == "state/step":
-      arrays[key] = stored.array(key)
-  return arrays

@@ -145,7 +145,7 @@ def entry(step: int, found: Found, at_target: bool, workload: Workload) -> dict[
 
 
 def best_step(evaluations: Iterable[Mapping[str, Any]], metric: str | None) -> int | None:
-  """Returns the step of the best evaluation at the target pattern, the earliest of equals.
+  """Returns the step of the best evaluation at the target pattern, the first of equals.
 
   An evaluation that is not a number is never the best; a correlation of equal predictions is one.
 
@@ -169,4 +169,4 @@ def best_step(evaluations: Iterable[Mapping[str, Any]], metric: str | None) -> i
     if values and e["at_target"] and np.isfinite(mean := float(np.mean(values))):
       less = metric is None or metric in e["less_is_better"]
       scores[e["step"]] = -mean if less else mean
-  return max(scores, key=lambda step: (scores[step], -step)) if scores else None
+  return max(scores, key=lambda step: scores[step], default=None)

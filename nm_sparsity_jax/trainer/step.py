@@ -28,10 +28,10 @@ from nm_sparsity_jax.training.rules import Rules
 from nm_sparsity_jax.training.transform import dense_params, sparse
 
 # Logical axis -> mesh axis, as in T5X's standard rules; all others are whole on each device.
-AXIS_RULES = (
+AXIS_RULES = [
   ("batch", "data"), ("vocab", "model"), ("mlp", "model"), ("heads", "model"),
   ("joined_kv", "model"),
-)  # fmt: skip
+]  # fmt: skip
 NORMS = ("grad_norm", "update_norm")  # the sums that the step adds to a workload's
 
 
@@ -121,7 +121,7 @@ class Model:
     self._shardings = {}  # path of a parameter -> its shape, its sharding
     if axes is not None:
       names = partitioning.get_axis_names(axes)
-      specs = dict(flatten(spmd.logical_to_mesh_sharding(names, self.mesh, list(AXIS_RULES))))
+      specs = dict(flatten(spmd.logical_to_mesh_sharding(names, self.mesh, AXIS_RULES)))
       by_path = dict(flatten(self.shapes))
       self._shardings = {path: (by_path[path].shape, s) for path, s in specs.items()}
     self.rules = self.rules.with_shardings(self.shardings(self.shapes))
@@ -133,7 +133,7 @@ class Model:
     def traced(*args):
       # `jax.set_mesh` cannot be entered by a trace, and around each call it would hide `lower`.
       with jax.sharding.use_abstract_mesh(self.mesh.abstract_mesh):
-        with nn.logical_axis_rules(list(AXIS_RULES)):
+        with nn.logical_axis_rules(AXIS_RULES):
           return function(*args)
 
     return jax.jit(traced, **kwargs)

@@ -24,8 +24,6 @@ from nm_sparsity_jax.trainer import data, evaluation
 from nm_sparsity_jax.trainer.workloads import decoding
 from nm_sparsity_jax.trainer.workloads.base import Batch, filled
 
-DECODERS = ("beam", "greedy")
-
 
 @dataclasses.dataclass(eq=False, kw_only=True)
 class Evaluation(evaluation.Splits):
@@ -51,8 +49,8 @@ class Evaluation(evaluation.Splits):
   num_examples: int | None = None
 
   def __post_init__(self):
-    if self.decoder not in DECODERS:
-      raise ValueError(f"DECODER={self.decoder!r}: choose one of {', '.join(DECODERS)}.")
+    if self.decoder not in ("beam", "greedy"):
+      raise ValueError(f"DECODER={self.decoder!r}: choose 'beam' or 'greedy'.")
     self.model.check_batch(self.batch_size)
     self._source = self.model.workload.data
     self._name: str = self.name or self._source.name

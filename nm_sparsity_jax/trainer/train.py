@@ -55,15 +55,15 @@ def train(run: Run, settings: Mapping[str, Any] | None = None, config: str = "")
   Returns:
     0, also after SIGTERM, when a checkpoint has been saved; 130 after an interrupt.
   """
-  folder = check(run, settings or {})
+  settings = settings or {}
+  folder = check(run, settings)
   # Of two processes each would remove what the other writes.
   with lock.hold(folder), orbax.quiet(), Signals() as stop:
-    run_settings.refuse_changed(folder, settings or {})  # another process may have begun since
     with checkpoints.Checkpoints(folder, run.keep_checkpoints) as saved:
       process = _Process(run, saved, stop)
       state, key = process.start()
       # Nothing is written before: a run that is refused leaves what is in its folder.
-      run_settings.write(folder, settings or {})
+      run_settings.write(folder, settings)
       files.write_atomically(folder / "config.gin", config)
       return process.go(state, key)
 
@@ -141,8 +141,6 @@ class _Process:
     first, last = self.offset + self.done, self.offset + run.sparse_steps
     note_run(run, folder, self.offset, first, installed.environment())
     reports.say(f"{folder}: from step {first:,} to {last:,}")
-    if state.average:
-      reports.say("  evaluations use the moving average of the parameters")
     with contextlib.closing(writers.Curves(folder, run.tracker)) as self.curves:
       self._steps(state, key)
       self.saved.wait()
@@ -233,8 +231,7 @@ class _Process:
     """Saves after a look at every step so far: a state that is not finite is never saved."""
     self._look()
     self.curves.flush()
-    tree = checkpoints.to_tree(state)
-    self.saved.save(self.offset + self.done, tree)
+    self.saved.save(self.offset + self.done, checkpoints.to_tree(state))
 
   def _evaluate(self, state: TrainState) -> None:
     """Evaluates a saved state, unless that is done already."""
@@ -242,7 +239,7 @@ class _Process:
     if self.evaluator is None or step in self.entries:
       return
     found = self.evaluator.evaluate(run.model.variables(state), step)
-    _tell(found, run.model, step, self.curves, reports.say)
+    _tell(found, step, self.curves, reports.say)
     self.curves.flush()
     at_target = reports.at_target(run.model.rules, run.model.shapes, self.done)
     self.entries[step] = entry(step, found, at_target, run.model.workload)
@@ -255,11 +252,11 @@ def _is_time(period: int | None, done: int) -> bool:
   return bool(period) and done % period == 0
 
 
-def _tell(found: Found, model: Model, step: int, curves: writers.Curves, say: Callable) -> None:
+def _tell(found: Found, step: int, curves: writers.Curves, say: Callable) -> None:
   """Writes and prints what an evaluation found."""
   for task, scalars in found.scalars.items():
     curves.write(f"training_eval/{task}", step, scalars)
-    words = [f"{name} {scalars[name]:.4f}" for name in model.workload.headline]
+    words = [f"{name} {scalars[name]:.4f}" for name in ("loss", "accuracy") if name in scalars]
     say(f"  {task}: {', '.join(words)}")
   for task, values in found.metrics.items():
     curves.write(f"inference_eval/{task}", step, values)
@@ -294,7 +291,7 @@ def evaluate(
   with opened as (evaluator, variables, step):
     found = evaluator.evaluate(variables, step)
     with contextlib.closing(writers.Curves(pathlib.Path(evaluator.folder))) as curves:
-      _tell(found, evaluator.model, step, curves, print)
+      _tell(found, step, curves, print)
       curves.flush()  # `close` raises no error of a full disk
   return 0
 

@@ -15,7 +15,7 @@ import abc
 import dataclasses
 import logging
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -60,7 +60,6 @@ class Workload(abc.ABC):
 
   Attributes:
     weight: which of the sums divides the others; also the unit of the throughput that is printed.
-    headline: which of the scalars an evaluation prints as its loss line.
     batch_size: examples of a training batch.
     real: which array of a batch is 0 where a row only fills it, so that it gets no prediction;
       None = each row is an example.
@@ -69,7 +68,6 @@ class Workload(abc.ABC):
   """
 
   weight: str = "examples"
-  headline: Sequence[str] = ("loss",)
   batch_size: int
   real: str | None = None
   network_config: Any = None
@@ -193,25 +191,16 @@ def less_by_name(metric: str) -> bool:
 def describe(workload: Workload) -> dict[str, Any]:
   """Returns what run.json says of a workload: plain values.
 
-  'class': module and name; 'weight'; 'batch_size'; 'lengths' of an example, if it has such; 'ops':
-  of its cost, each a dict of the fields of `flops.Op`, or None where it cannot be traced, which is
-  logged;
+  'ops': of its cost, each a dict of the fields of `flops.Op`, or None where it cannot be traced,
+  which is logged;
   'network_settings': those that shapes do not reveal.
   """
-  kind, config = type(workload), workload.network_config
   try:
     ops = [dataclasses.asdict(op) for op in workload.cost().ops]
   except Exception as e:  # of the user's own code: a run does without
-    _log.warning("no FLOPs of %s: %s", kind.__name__, e)
+    _log.warning("no FLOPs of %s: %s", type(workload).__name__, e)
     ops = None
   # A window, or an activation, may also be a function, '<function ...>', which JSON lacks.
-  noted = {name: getattr(config, name, None) for name in _UNSEEN}
+  noted = {name: getattr(workload.network_config, name, None) for name in _UNSEEN}
   settings = {k: x for k, x in noted.items() if type(x) in (int, tuple) and "<" not in repr(x)}
-  return {
-    "class": f"{kind.__module__}.{kind.__qualname__}",
-    "weight": workload.weight,
-    "batch_size": workload.batch_size,
-    "lengths": getattr(workload, "lengths", None),
-    "ops": ops,
-    "network_settings": settings,
-  }
+  return {"ops": ops, "network_settings": settings}

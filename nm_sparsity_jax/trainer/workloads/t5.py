@@ -36,7 +36,6 @@ class T5(Workload):
   """
 
   weight = "tokens"
-  headline = ("loss", "accuracy")
 
   def __init__(
     self,
@@ -49,13 +48,9 @@ class T5(Workload):
     self.network: Any = network
     self.network_config = self.network.config
     self.data = data
+    self.batch_size = data.batch_size if data else 1
     self.lengths = {**LENGTHS, **(lengths or (data and data.lengths) or {})}
     self.z_loss, self.label_smoothing = z_loss, label_smoothing
-
-  @property
-  def batch_size(self) -> int:  # type: ignore[override]
-    """Returns the examples of a training batch; 1 without data."""
-    return self.data.batch_size if self.data else 1
 
   def init(self, rng: jax.Array) -> Mapping[str, Any]:
     """Returns parameters, T5X's for its key, and their logical axes."""

@@ -39,7 +39,7 @@ class Images(Workload):
 
   Args:
     network: dense, without rules of its own; see the module.
-    data: an `images.Source`.
+    data: an `images.Source`; None = nothing, for a plan.
     loss: 'softmax', the cross entropy of one label; or 'sigmoid', the binary cross entropy of each
       class, its mean over classes (timm's BCE) [LOSS].
     label_smoothing: share of the target that is spread over all classes [LABEL_SMOOTHING].
@@ -50,7 +50,6 @@ class Images(Workload):
   """
 
   weight = "examples"
-  headline = ("loss", "accuracy")
   real = "real"
 
   def __init__(
@@ -65,14 +64,10 @@ class Images(Workload):
     self.network: Any = network
     self.network_config = self.network.config
     self.data, self.kind = data, loss
+    self.batch_size = data.batch_size if data else 1
     if loss not in LOSSES:
       raise ValueError(f"LOSS={loss!r}: choose one of {', '.join(LOSSES)}.")
     self.label_smoothing, self.mixup, self.cutmix = label_smoothing, mixup, cutmix
-
-  @property
-  def batch_size(self) -> int:  # type: ignore[override]
-    """Returns the images of a training batch."""
-    return self.data.batch_size
 
   @property
   def _image(self) -> tuple[int, int, int, int]:
