@@ -305,7 +305,7 @@ def test_devices_that_share_weights_change_nothing():
   for devices, partitions in ((1, 1), (8, 2)):
     model = model_of(devices, partitions, **SR_STE)
     state, step_of = (
-      model.begin(model.initial(key)[0], optimizer, 0),
+      model.begin(model.initial(key)[0], optimizer, 0, {}),
       model.train_step(optimizer, key),
     )
     for batch in itertools.islice(model.workload.batches(0, 0), 2):

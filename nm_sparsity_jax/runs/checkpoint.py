@@ -11,18 +11,16 @@ flax_mutables/...
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import jax
 import numpy as np
 
 from nm_sparsity_jax.core.files import Lazy, whole
-from nm_sparsity_jax.core.text import first_line
 from nm_sparsity_jax.core.trees import flatten, nested
 from nm_sparsity_jax.deploy import huggingface
 from nm_sparsity_jax.deploy.names import difference
@@ -137,7 +135,7 @@ def read(
     format_, arrays, rules, packed = other_formats.read(name, like, config)
   elif found := folders.contents(path):
     format_, inside = found
-    with _damage(name, "its metadata"):
+    with files.named(f"{name}, its metadata,"):
       arrays = (t5x_format if format_ == "T5X" else orbax).read(inside)
   else:
     raise ValueError(
@@ -170,21 +168,10 @@ def read(
 def _leaf(name: str, key: str, x: Any) -> Lazy:
   # Damage shows when an array is read, far from here, so each knows its file and its name.
   def make() -> np.ndarray:
-    with _damage(name, key):
+    with files.named(f"{name}, {key},"):
       return np.asarray(x)
 
   return Lazy(tuple(x.shape), x.dtype, make)
-
-
-@contextlib.contextmanager
-def _damage(path: str, what: str) -> Iterator[None]:
-  """Names the checkpoint, and the part of it, where a library fails with words of its own."""
-  try:
-    yield
-  except ImportError:  # a reader imports its library late: a missing package is no damage
-    raise
-  except Exception as e:  # each library has errors of its own
-    raise ValueError(f"{path!r} is damaged: {what} cannot be read ({first_line(e)})") from e
 
 
 def network_settings(name: str) -> dict[str, Any]:

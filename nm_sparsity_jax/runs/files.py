@@ -31,9 +31,11 @@ def named(path: Any) -> Iterator[None]:
   """
   try:
     yield
-  # What json raises, and what code raises that reads other values than it expects.
-  except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as e:
-    if str(path) in str(e):
+  # A reader may import its library late: a missing package is no damage.
+  except (ImportError, FileNotFoundError):
+    raise
+  except Exception as e:  # each library has errors of its own
+    if isinstance(e, ValueError) and str(path) in str(e):
       raise
     raise ValueError(f"{path} is damaged: {type(e).__name__}: {first_line(e)}") from e
 

@@ -75,7 +75,7 @@ def plain(text: str) -> Any:
   """
   try:
     return ast.literal_eval(text.strip())
-  except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError):
+  except Exception:  # it has many kinds of errors
     return Reference(text)
 
 
@@ -109,14 +109,13 @@ def rules_of(folder: str | os.PathLike) -> Rules:
   return configure.rules(**{"places": None, **known})
 
 
-def stored_rules(path: str, pretrained_steps: int | None = None, **settings: Any) -> Rules:
+def stored_rules(path: str, **settings: Any) -> Rules:
   """Returns the rules that a checkpoint holds; refuses a setting that says something else.
 
   Those of a dense checkpoint, or of one that is not there, are what the settings say.
 
   Args:
     path: the checkpoint, or a run's folder, whose newest one counts.
-    pretrained_steps: the step at which its run began, to be checked; None = any.
     **settings: arguments of `configure.rules`; None where nothing sets one.
 
   Raises:
@@ -137,11 +136,6 @@ def stored_rules(path: str, pretrained_steps: int | None = None, **settings: Any
     # `ff` is what gin_configs/sparsity.gin makes sparse.
     return configure.rules(**{"places": {"ff": None}, **known})
   rules = rules_text.parse(stored.rules)
-  if pretrained_steps is not None and stored.start not in (None, pretrained_steps):
-    raise ValueError(
-      f"PRETRAINED_STEPS={pretrained_steps}, but the run of {stored.path} began at step "
-      f"{stored.start}: leave PRETRAINED_STEPS out. Where a file sets it, None counts as left out."
-    )
   # A flag that disagrees would be ignored in silence otherwise.
   configure.agree(rules, stored.path, **settings)
   return rules

@@ -211,7 +211,7 @@ def load_initial(path: str, model: Model, key: jax.Array) -> tuple[Any, Any, int
   """
   stored = opened(path, model)
   wanted = {f"{MUTABLES}/{path}" for path, _ in flatten(model.collections)}
-  is_held = bool(wanted) and wanted <= set(stored.leaves)
+  is_held = wanted <= set(stored.leaves)
   params, collections = _load(stored, model, model.collections if is_held else {})
   if said := checkpoint_rules.check_start(stored):
     warnings.warn(f"INITIAL_CHECKPOINT_PATH: {said}", stacklevel=2)
@@ -243,23 +243,18 @@ def load_for_evaluation(stored: checkpoint.Stored, model: Model) -> dict[str, An
 
 def _load(stored: checkpoint.Stored, model: Model, collections: Any) -> tuple[Any, Any]:
   """Loads parameters and these collections, from the average where the run kept one."""
-  like = {"target": model.shapes} | ({MUTABLES: collections} if collections else {})
+  like = {"target": model.shapes, MUTABLES: collections}
   tree = checkpoint.load(stored, like, model.shardings(like))
-  return tree["target"], tree.get(MUTABLES, {})
+  return tree["target"], tree[MUTABLES]
 
 
 def packed_model(stored: checkpoint.Stored, model: Model) -> Model:
-  """Returns the model that runs on a packed file: without rules and a scan, on the same devices.
+  """Returns the model that runs on a packed file: without rules and a scan, whole on each device.
 
   Args:
     stored: the file.
     model: of the same network, scanned or not.
   """
-  if (partitions := model.mesh.shape["model"]) > 1:
-    raise ValueError(
-      f"NUM_PARTITIONS={partitions}: devices do not share packed weights. Leave it out, or take "
-      "the finalized checkpoint."
-    )
   workload: Any = copy.copy(model.workload)
   plain = unstack_layers.without_scan(workload.network_config)
   if plain != workload.network_config:  # a kernel of a scan is one stack, which no file packs

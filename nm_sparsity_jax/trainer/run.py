@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import optax
 
-from nm_sparsity_jax.core import errors
+from nm_sparsity_jax.core import errors, installed
 from nm_sparsity_jax.runs import files
 from nm_sparsity_jax.trainer import workloads, writers
 from nm_sparsity_jax.trainer.step import Model
@@ -98,7 +98,7 @@ class Run:
       self.evaluation(self.model)  # it checks itself when it is made
 
 
-def note_run(run: Run, folder: pathlib.Path, start: int, step: int, environment: Any) -> None:
+def note_run(run: Run, folder: pathlib.Path, start: int, step: int) -> None:
   """Writes run.json: where a run starts, its workload, and what each process ran with.
 
   Args:
@@ -106,10 +106,10 @@ def note_run(run: Run, folder: pathlib.Path, start: int, step: int, environment:
     folder: of the run.
     start: the global step before its first one.
     step: the global step that this process goes on from.
-    environment: what the bits depend on, apart from the settings.
   """
   path = folder / "run.json"
   before = files.read_json(path, {"processes": []})["processes"]
+  environment = installed.environment()  # what the bits depend on, apart from the settings
   # A process from the same step on did nothing that was saved.
   kept = [p for p in before if p["from"] < step]
   if not kept or kept[-1]["environment"] != environment:

@@ -51,7 +51,7 @@ class TrainState:
   params: Any
   opt_state: Any
   collections: Any
-  average: Any = struct.field(default_factory=dict)
+  average: Any
 
   @property
   def sparse_step(self) -> jax.Array:
@@ -183,14 +183,14 @@ class Model:
     params: Any,
     optimizer: optax.GradientTransformation,
     step: int,
-    collections: Mapping[str, Any] | None = None,
+    collections: Mapping[str, Any],
   ) -> TrainState:
     """Returns the state of a new run from these variables, which are donated."""
     make = functools.partial(self._begin, optimizer=optimizer, step=step)
     shardings = jax.tree.map(lambda x: x.sharding, self.state_like(optimizer))
     # Without shardings XLA would lay the moments out as it likes, and donation would fail later.
     made = self.jit(make, out_shardings=shardings, donate_argnums=(0, 1))
-    return made(params, dict(collections or {}))
+    return made(params, collections)
 
   def state_like(self, optimizer: optax.GradientTransformation) -> TrainState:
     """Returns shapes, dtypes and shardings of what `begin` makes."""

@@ -49,8 +49,12 @@ class Evaluation(evaluation.Splits):
   num_examples: int | None = None
 
   def __post_init__(self):
-    if self.decoder not in ("beam", "greedy"):
-      raise ValueError(f"DECODER={self.decoder!r}: choose 'beam' or 'greedy'.")
+    searches: dict[str, Callable] = {
+      "beam": functools.partial(decoding.beam_search, beams=self.num_decodes),
+      "greedy": decoding.greedy,
+    }
+    if self.decoder not in searches:
+      raise ValueError(f"DECODER={self.decoder!r}: choose one of {', '.join(searches)}.")
     self.model.check_batch(self.batch_size)
     self._source = self.model.workload.data
     self._name: str = self.name or self._source.name
@@ -61,10 +65,12 @@ class Evaluation(evaluation.Splits):
     self._tasks = [task for task in known if self.split in task.splits]
     if not self._tasks:
       raise ValueError(f"EVAL_SPLIT={self.split!r}: no task of {self._name} has that split.")
+    network = self.model.workload.network
+    eos = self._tasks[0].output_features["targets"].vocabulary.eos_id or 1
+    search = functools.partial(searches[self.decoder], network, eos_id=eos)
     # The search loops to a static length, so there is a program for each.
-    self._search = self.model.jit(self._searched, static_argnums=2)
+    self._search = self.model.jit(search, static_argnums=2)
     self._dataset = functools.cache(self._read)  # its graph is half a second's work
-    self._eos = self._tasks[0].output_features["targets"].vocabulary.eos_id or 1
 
   def splits(self) -> Mapping[str, Iterator[Batch]]:
     """Returns task -> batches for teacher forcing."""
@@ -159,9 +165,3 @@ class Evaluation(evaluation.Splits):
       found = self._search(params, self.model.put(batch)["encoder_input_tokens"], length)
       # The batch is filled up to its size, so it has more rows than there are indices.
       yield from zip(indices.tolist(), *(np.asarray(x).tolist() for x in found), strict=False)
-
-  def _searched(self, params, inputs, length):
-    network = self.model.workload.network
-    if self.decoder == "greedy":
-      return decoding.greedy(network, params, inputs, length, self._eos)
-    return decoding.beam_search(network, params, inputs, length, self.num_decodes, self._eos)

@@ -23,7 +23,6 @@ from typing import Any
 import jax
 import numpy as np
 
-from nm_sparsity_jax.core import installed
 from nm_sparsity_jax.core.files import whole
 from nm_sparsity_jax.deploy import inference_tree
 from nm_sparsity_jax.runs import checkpoint_rules, files, lock, orbax
@@ -139,7 +138,7 @@ class _Process:
     """Does the rest of a run; returns the exit code, as `train` does."""
     run, folder = self.run, self.saved.folder
     first, last = self.offset + self.done, self.offset + run.sparse_steps
-    note_run(run, folder, self.offset, first, installed.environment())
+    note_run(run, folder, self.offset, first)
     reports.say(f"{folder}: from step {first:,} to {last:,}")
     with contextlib.closing(writers.Curves(folder, run.tracker)) as self.curves:
       self._steps(state, key)

@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 
 from nm_sparsity_jax.core.errors import quiet
+from nm_sparsity_jax.runs import files
 from nm_sparsity_jax.trainer import images
 from nm_sparsity_jax.trainer.images import augment, rebus
 
@@ -140,19 +141,19 @@ class Folder(Indexed):
   def tables(self) -> Mapping[str, Sequence[tuple[pathlib.Path, int]]]:
     """Returns the files of each split."""
     # Sorted: the order of a folder differs between file systems.
-    files = [
+    found = [
       p for p in sorted(pathlib.Path(self.data).glob("*/*/*")) if p.suffix.lower() in SUFFIXES
     ]
     # Also a class without images counts: a label is a position among them.
     names = sorted(path.name for path in pathlib.Path(self.data).glob("train/*/"))
-    strange = sorted({path.parts[-2] for path in files} - {*names})
+    strange = sorted({path.parts[-2] for path in found} - {*names})
     if not names or strange:
       raise ValueError(
         f"DATA={self.data!r} has no images train/{', '.join(strange) if names else 'CLASS'}/"
         f"*{'|'.join(SUFFIXES)}: put them there, and others into validation/CLASS/."
       )
     tables: dict[str, list[tuple[pathlib.Path, int]]] = {}
-    for path in files:
+    for path in found:
       split, name = path.parts[-3:-1]
       tables.setdefault(split, []).append((path, names.index(name)))
     return tables
@@ -162,11 +163,8 @@ class Folder(Indexed):
     from PIL import Image
 
     path, label = example
-    try:
-      with Image.open(path) as picture:
-        return picture.convert("RGB"), label
-    except (OSError, SyntaxError, ValueError) as e:  # a PNG's reader raises SyntaxError
-      raise ValueError(f"DATA: {path} cannot be read ({e}): it is damaged. Take it out.") from e
+    with files.named(path), Image.open(path) as picture:
+      return picture.convert("RGB"), label
 
 
 class Tfds(Indexed):

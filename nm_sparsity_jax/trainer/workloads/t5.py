@@ -18,7 +18,6 @@ from nm_sparsity_jax.trainer import data as text
 from nm_sparsity_jax.trainer.workloads.base import Batch, Workload
 
 PACKED = ("encoder_segment_ids", "decoder_segment_ids")
-POSITIONS = ("encoder_positions", "decoder_positions")
 LENGTHS = {"inputs": 512, "targets": 128}  # of an example, where the settings do not say
 
 
@@ -123,6 +122,7 @@ class T5(Workload):
       packed: whether a row holds several short ones.
     """
     own = "decoder_input_tokens", "decoder_target_tokens", "decoder_loss_weights"
-    names = "encoder_input_tokens", *own, *((*PACKED, *POSITIONS) if packed else ())
+    of_packed = *PACKED, "encoder_positions", "decoder_positions"
+    names = "encoder_input_tokens", *own, *(of_packed if packed else ())
     length = lambda name: self.lengths["inputs" if name.startswith("encoder") else "targets"]
     return {name: jax.ShapeDtypeStruct((rows, length(name)), jnp.int32) for name in names}
