@@ -77,25 +77,18 @@ def test_from_which_step_on_a_run_has_its_target_pattern(recipe, target, tmp_pat
 # --- settings that a resumed run must share -------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-  "old, new, found",
-  [
-    (math.nan, math.nan, []),
-    ([1, 2], [True, 3], [("x/0", "1", "True"), ("x/1", "2", "3")]),
-    ({"": "F", "a": 1}, {"": "G", "a": 1}, [("x", "'F'", "'G'")]),
-  ],
-)  # fmt: skip
-def test_differences_name_the_innermost(old, new, found):
-  assert settings.differences({"x": old}, {"x": new}) == found
-
-
 def test_a_run_with_checkpoints_keeps_its_settings(tmp_path):
-  first, other = {"seed": 0, "model": {"": "M", "size": 8}}, {"seed": 3, "model": {"": "M"}}
+  first = {"seed": 0, "rate": math.nan, "list": [1, 2], "model": {"": "M", "size": 8}}
+  other = {"seed": 3, "rate": math.nan, "list": [True, 2], "model": {"": "N"}}
   settings.refuse_changed(tmp_path, other)  # there is no checkpoint yet: it may begin anew
   settings.write(tmp_path, first)
   checkpoint(tmp_path, 3)
   settings.refuse_changed(tmp_path, first)
-  with pytest.raises(ValueError, match="model/size was 8, and is not set; seed was 0, and is 3"):
+  with pytest.raises(
+    ValueError,
+    match=": list/0 was 1, and is True; model was 'M', and is 'N'; model/size was 8, and is not "
+    "set; seed was 0, and is 3. ",
+  ):
     settings.refuse_changed(tmp_path, other)
   (tmp_path / "settings.json").unlink()
   with pytest.raises(ValueError, match="another program"):

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import os
 import pathlib
 import shutil
 import warnings
@@ -86,15 +85,14 @@ class Checkpoints:
   """Keeps the checkpoints of one run, in a `with` block.
 
   Args:
-    folder: of the run; it exists.
+    folder: of the run, absolute; it exists.
     keep: how many of the newest stay, with the best; None = all.
   """
 
-  def __init__(self, folder: str | os.PathLike, keep: int | None):
+  def __init__(self, folder: pathlib.Path, keep: int | None):
     import orbax.checkpoint as ocp
 
-    self._ocp, self._keep = ocp, keep
-    self.folder = pathlib.Path(folder).absolute()
+    self._ocp, self._keep, self.folder = ocp, keep, folder
     self.best: int | None = None  # the step that is never removed
     options = ocp.CheckpointManagerOptions(
       step_prefix=folders.PREFIX, cleanup_tmp_directories=True, create=False
@@ -149,7 +147,8 @@ class Checkpoints:
     for step in folders.steps(self.folder)[: -self._keep] if self._keep else ():
       if step != self.best:
         # Under another name a kill leaves nothing that looks like a whole checkpoint.
-        os.replace(self.folder / f"{folders.PREFIX}_{step}", self.folder / f"{_REMOVED}{step}")
+        path = self.folder / f"{folders.PREFIX}_{step}"
+        path.rename(self.folder / f"{_REMOVED}{step}")
     for path in self.folder.glob(f"{_REMOVED}*"):
       shutil.rmtree(path, ignore_errors=True)
 
@@ -192,8 +191,8 @@ def opened(path: str, model: Model) -> checkpoint.Stored:
     path: of the checkpoint; a run's folder stands for its newest one.
     model: what takes it.
   """
-  variables = {"params": model.shapes, **model.collections}
-  return checkpoint.read(path, variables, model.workload.network_config)
+  like = {"params": model.shapes, **model.collections}
+  return checkpoint.read(path, like, model.workload.network_config)
 
 
 def load_initial(path: str, model: Model, key: jax.Array) -> tuple[Any, Any, int]:

@@ -134,13 +134,13 @@ def entry(step: int, found: Found, at_target: bool, workload: Workload) -> dict[
     at_target: whether the weights have the target pattern.
     workload: says which way its metrics get better.
   """
-  names = sorted({name for metrics in found.metrics.values() for name in metrics})
+  names = {name for metrics in found.metrics.values() for name in metrics}
   return {
     "step": step,
     "at_target": at_target,
     "loss": {split: scalars["loss"] for split, scalars in found.scalars.items()},
     "metrics": found.metrics,
-    "less_is_better": [name for name in names if workload.less_is_better(name)],
+    "less_is_better": sorted(filter(workload.less_is_better, names)),
   }
 
 

@@ -63,11 +63,6 @@ class TrainState:
     """Returns what `nms.init_state` keeps; `{}` for recipes without state."""
     return self.opt_state.masks
 
-  @property
-  def dense(self) -> Any:
-    """Returns the dense parameters W."""
-    return dense_params(self.params, self.opt_state)
-
 
 class Model:
   """A workload and its rules, laid out over the local devices.
@@ -280,13 +275,15 @@ class Model:
 
     def before(state: TrainState, batch):
       grads = self._gradient(state, batch, rng, microbatches)[2]
-      dense, at = state.dense, (self.rules, state.sparse_step, state.masks)
+      dense = dense_params(state.params, state.opt_state)
+      at = self.rules, state.sparse_step, state.masks
       # The gradient is one of W~; statistics of the optimizer's are of W's.
       _, pull_back = jax.vjp(lambda w: apply.sparsify(w, *at), dense)
       return metrics.before(dense, *at, *pull_back(grads))
 
     def after(state: TrainState, seen: metrics.Before):
-      dense, moments = state.dense, metrics.second_moments(state.opt_state, state.dense)
+      dense = dense_params(state.params, state.opt_state)
+      moments = metrics.second_moments(state.opt_state, dense)
       at = self.rules, state.sparse_step, state.masks
       return metrics.summary(dense, *at, moments=moments, seen=seen)
 

@@ -272,7 +272,7 @@ def evaluate(
   output_dir: str,
   config: str = "",
   memory: bool = False,
-) -> int:
+) -> None:
   """Evaluates one checkpoint, of this runner or of T5X, with the weights of its step.
 
   Args:
@@ -282,9 +282,6 @@ def evaluate(
     output_dir: gets what training writes for an evaluation.
     config: the text for config.gin.
     memory: keep all kernels of a packed file packed, also where a dense product is faster.
-
-  Returns:
-    0.
   """
   opened = _opened(model, evaluation, checkpoint, output_dir, config, memory)
   with opened as (evaluator, variables, step):
@@ -292,7 +289,6 @@ def evaluate(
     with contextlib.closing(writers.Curves(pathlib.Path(evaluator.folder))) as curves:
       _tell(found, step, curves, print)
       curves.flush()  # `close` raises no error of a full disk
-  return 0
 
 
 def infer(
@@ -302,7 +298,7 @@ def infer(
   output_dir: str,
   config: str = "",
   memory: bool = False,
-) -> int:
+) -> None:
   """Writes the predictions of one checkpoint: TASK-predict.jsonl-00000-of-00001, as t5x.infer does.
 
   A line is {"inputs": {"idx": 3, "inputs_pretokenized": ...}, "prediction": "entailment"}. Of a
@@ -317,9 +313,6 @@ def infer(
     output_dir: gets the files.
     config: the text for config.gin.
     memory: keep all kernels of a packed file packed, also where a dense product is faster.
-
-  Returns:
-    0.
   """
   opened = _opened(model, evaluation, checkpoint, output_dir, config, memory)
   with opened as (evaluator, variables, _):
@@ -331,7 +324,6 @@ def infer(
           # JSON has no NaN: what reads the file would fail on it, far from here.
           file.write(json.dumps(line, allow_nan=False) + "\n")
       print(f"  {name}: {count:,} predictions")
-  return 0
 
 
 @contextlib.contextmanager

@@ -140,22 +140,19 @@ class Folder(Indexed):
   @functools.cached_property
   def tables(self) -> Mapping[str, Sequence[tuple[pathlib.Path, int]]]:
     """Returns the files of each split."""
-    # Sorted: the order of a folder differs between file systems.
-    found = [
-      p for p in sorted(pathlib.Path(self.data).glob("*/*/*")) if p.suffix.lower() in SUFFIXES
-    ]
     # Also a class without images counts: a label is a position among them.
     names = sorted(path.name for path in pathlib.Path(self.data).glob("train/*/"))
-    strange = sorted({path.parts[-2] for path in found} - {*names})
-    if not names or strange:
-      raise ValueError(
-        f"DATA={self.data!r} has no images train/{', '.join(strange) if names else 'CLASS'}/"
-        f"*{'|'.join(SUFFIXES)}: put them there, and others into validation/CLASS/."
-      )
-    tables: dict[str, list[tuple[pathlib.Path, int]]] = {}
-    for path in found:
+    tables: dict[str, list[tuple[pathlib.Path, int]]] = {"train": []}
+    # Sorted: the order of a folder differs between file systems.
+    for path in sorted(pathlib.Path(self.data).glob("*/*/*")):
       split, name = path.parts[-3:-1]
+      if path.suffix.lower() not in SUFFIXES:
+        continue
+      if name not in names:
+        raise ValueError(f"DATA: {path} is of a class that train/{name}/ does not show.")
       tables.setdefault(split, []).append((path, names.index(name)))
+    if not tables["train"]:
+      raise ValueError(f"DATA={self.data!r} has no images train/CLASS/*{'|'.join(SUFFIXES)}.")
     return tables
 
   def read(self, example: tuple[pathlib.Path, int]) -> tuple[Any, int]:

@@ -62,17 +62,13 @@ class Images(Workload):
     cutmix: float = 0.0,
   ):
     self.network: Any = network
-    self.network_config = self.network.config
+    self.network_config = config = self.network.config
+    self._image = 1, config.image_size, config.image_size, config.channels
     self.data, self.kind = data, loss
     self.batch_size = data.batch_size if data else 1
     if loss not in LOSSES:
       raise ValueError(f"LOSS={loss!r}: choose one of {', '.join(LOSSES)}.")
     self.label_smoothing, self.mixup, self.cutmix = label_smoothing, mixup, cutmix
-
-  @property
-  def _image(self) -> tuple[int, int, int, int]:
-    config = self.network_config
-    return 1, config.image_size, config.image_size, config.channels
 
   def init(self, rng: jax.Array) -> Mapping[str, Any]:
     """Returns parameters and state."""
