@@ -63,11 +63,10 @@ def export(
     ValueError: it is of another network, or sparse and not n:m; or the file cannot be.
   """
   file = os.fspath(out)
-  refuse_existing(file)  # before the weights are read, which takes long
   stored = checkpoint.read(path)
   shapes = {key: x.shape for key, x in flatten(checkpoint_rules.parameters(stored))}
   is_t5 = huggingface.is_t5(shapes)
-  _check_name(file, is_folder=is_t5)
+  _check_new(file, is_folder=is_t5)  # before the weights are read, which takes long
   is_sparse = stored.known_rules is not None or rules is not None
   if is_sparse:
     proof = verify_checkpoint.verify(path, rules, axes)
@@ -115,8 +114,7 @@ def pack(
     ValueError: a kernel is not n:m, or the file is there.
   """
   file = os.fspath(out)
-  _check_name(file)
-  refuse_existing(file)
+  _check_new(file)
   stored = checkpoint.read(path)
   stacked_rules = checkpoint_rules.rules_for(stored, rules, axes)
   variables = nested({key: np.asarray(x) for key, x in stored.variables().items()})
@@ -156,7 +154,8 @@ def convert(path: str | os.PathLike, out: str | os.PathLike, scan_layers: bool =
   return made
 
 
-def _check_name(file: str, is_folder: bool = False) -> None:
+def _check_new(file: str, is_folder: bool = False) -> None:
+  refuse_existing(file)
   if file.endswith(safetensors_file.SUFFIX) == is_folder:
     wanted = "a folder for a T5, which has config.json as well" if is_folder else "F.safetensors"
     raise ValueError(f"{file!r}: name {wanted}.")

@@ -106,9 +106,7 @@ class Splits:
       count = itertools.count()
       for batch in itertools.islice(batches, self.batches):
         found = jax.device_get(step(variables, self.model.put(batch)))
-        is_real = np.ones(len(next(iter(batch.values()))))
-        if workload.real is not None:
-          is_real = batch[workload.real]
+        is_real = batch.get("real", np.ones(len(next(iter(batch.values())))))
         for name, x in found.items():
           if x.shape[:1] != (len(is_real),):
             raise ValueError(

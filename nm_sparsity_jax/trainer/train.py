@@ -343,7 +343,6 @@ def _opened(
   if stored.packed is None:
     variables = checkpoints.load_for_evaluation(stored, model)
     about = f"step {stored.step or 0:,}, sparse step {stored.sparse_step or 0:,}"
-    about += ", the moving average of its parameters" if stored.average else ""
   else:
     model, about = checkpoints.packed_model(stored, model), "packed"
     # An evaluator runs the network of its model, and that of a packed file has no scan.

@@ -56,20 +56,18 @@ class Workload(abc.ABC):
   Where rules are to name kernels by roles such as 'ff', your module also calls
   `nm_sparsity_jax.training.roles.register`; regexes for whole paths need nothing.
 
-  A batch is a flat dict of arrays. Their first axis counts examples, as many in every batch.
+  A batch is a flat dict of arrays. Their first axis counts examples, as many in every batch. Where
+  rows only fill it, an array 'real' is 0 for them: they get no prediction.
 
   Attributes:
     weight: which of the sums divides the others; also the unit of the throughput that is printed.
     batch_size: examples of a training batch.
-    real: which array of a batch is 0 where a row only fills it, so that it gets no prediction;
-      None = each row is an example.
     network_config: what its variables do not reveal of a network, such as the window of a Swin V2.
       Weights of timm or Hugging Face, and checkpoints of other runs, are compared with it.
   """
 
   weight: str = "examples"
   batch_size: int
-  real: str | None = None
   network_config: Any = None
 
   @abc.abstractmethod

@@ -49,9 +49,6 @@ class Images(Workload):
       each batch takes one of them by a coin [CUTMIX].
   """
 
-  weight = "examples"
-  real = "real"
-
   def __init__(
     self,
     network: nn.Module,
