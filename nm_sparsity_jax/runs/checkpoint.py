@@ -143,7 +143,8 @@ def read(
       "(Orbax)"
     )
   # Another window fits all shapes and gives other logits, so nothing later would notice it.
-  for setting, there in network_settings(name).items() if config is not None else ():
+  noted = {} if config is None else network_settings(name)
+  for setting, there in noted.items():
     here = getattr(config, setting, there)
     if here != there:
       raise ValueError(

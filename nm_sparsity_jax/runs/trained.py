@@ -75,7 +75,7 @@ def plain(text: str) -> Any:
   """
   try:
     return ast.literal_eval(text.strip())
-  except Exception:  # it has many kinds of errors
+  except Exception:  # `literal_eval` has five kinds of errors
     return Reference(text)
 
 

@@ -149,7 +149,7 @@ class Folder(Indexed):
       if path.suffix.lower() not in SUFFIXES:
         continue
       if name not in names:
-        raise ValueError(f"DATA: {path} is of a class that train/{name}/ does not show.")
+        raise ValueError(f"DATA: {path} is of a class without a folder train/{name}/. Make one.")
       tables.setdefault(split, []).append((path, names.index(name)))
     if not tables["train"]:
       raise ValueError(f"DATA={self.data!r} has no images train/CLASS/*{'|'.join(SUFFIXES)}.")

@@ -48,7 +48,8 @@ class T5(Workload):
     self.network_config = self.network.config
     self.data = data
     self.batch_size = data.batch_size if data else 1
-    self.lengths = {**LENGTHS, **(lengths or (data and data.lengths) or {})}
+    known = data.lengths if data and lengths is None else lengths
+    self.lengths = {**LENGTHS, **(known or {})}
     self.z_loss, self.label_smoothing = z_loss, label_smoothing
 
   def init(self, rng: jax.Array) -> Mapping[str, Any]:

@@ -25,7 +25,6 @@ from flax import linen as nn
 from nm_sparsity_jax.trainer.workloads.base import Batch, Workload
 
 LOSSES = {"softmax": optax.softmax_cross_entropy, "sigmoid": optax.sigmoid_binary_cross_entropy}
-TOP = 5
 
 
 class Images(Workload):
@@ -89,7 +88,7 @@ class Images(Workload):
     each = LOSSES[self.kind](logits, targets)
     # The mean over classes, as timm's BCE, so that its rates carry over.
     each = jnp.mean(each, -1) if self.kind == "sigmoid" else each
-    best = jax.lax.top_k(logits, min(TOP, logits.shape[-1]))[1]  # the lower class wins a tie
+    best = jax.lax.top_k(logits, min(5, logits.shape[-1]))[1]  # the lower class wins a tie
     hits = best == jnp.argmax(targets, -1)[:, None]
     sums = {
       "accuracy": jnp.sum(jnp.where(hits[:, 0], real, 0.0)),
