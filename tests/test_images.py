@@ -66,7 +66,6 @@ def same(one, other):
 
 
 def test_batch_i_is_a_function_of_seed_and_i(make):
-  make().check()
   whole = list(itertools.islice(make().train(5, 0), 7))
   same(next(make().train(5, 4)), whole[4])
   others = [next(make().train(6, 4)), next(make().train(4, 5))]
@@ -143,7 +142,7 @@ def test_workers_read_what_one_process_reads(pets):
   "spoil, word",
   [
     (lambda p: write(p / "validation/birds/b.png"), "train/birds"),
-    (lambda p: shutil.rmtree(p / "train"), "train/CLASS"),
+    (lambda p: shutil.rmtree(p), "train/CLASS"),
     (lambda p: (p / "validation/cats/0.png").write_bytes(b"no"), "0.png .*damaged"),
   ],
 )
@@ -151,7 +150,6 @@ def test_a_file_that_does_not_fit_is_named(pets, spoil, word):
   spoil(pets)
   data = readers.find(str(pets), size=16, batch_size=2)
   with pytest.raises(ValueError, match=word):
-    data.check()
     list(data.splits()["validation"])
 
 

@@ -113,7 +113,6 @@ def test_bench_takes_a_checkpoint_and_a_packed_file(finalized, packed, capsys, m
   [
     ({"network.T5Config.preset.logits_via_embedding": True}, "1 unknown"),
     (dict(PATTERN="1:4"), "1:4"),
-    (dict(NUM_PARTITIONS=2), "NUM_PARTITIONS=2"),
   ],
 )
 def test_a_file_that_does_not_fit_is_refused(macros, said, packed, tmp_path, capsys):

@@ -12,7 +12,7 @@ from nm_sparsity_jax import cli
 from nm_sparsity_jax.analysis import sweep
 from nm_sparsity_jax.cli import quickstart
 from nm_sparsity_jax.runs import settings
-from nm_sparsity_jax.trainer.workloads import t5
+from nm_sparsity_jax.trainer import run as trainer_run
 
 pytest.importorskip("gin", reason="the local runner needs gin: pip install -e '.[local]'")
 
@@ -22,7 +22,7 @@ HERE = pathlib.Path(__file__).resolve().parent
 @pytest.mark.parametrize("hold", ["", "sr_ste-1_8-seed0"])
 def test_each_command_is_shown_and_run_until_one_fails(hold, tmp_path, monkeypatch, capsys):
   monkeypatch.chdir(tmp_path)
-  monkeypatch.setattr(t5.T5, "check", lambda self: None)
+  monkeypatch.setattr(trainer_run.Run, "check_data", lambda self: None)
   monkeypatch.setattr(settings, "refuse_changed", lambda folder, now: None)  # a stub notes none
   monkeypatch.setenv("PYTHONPATH", sweep_stub.install(tmp_path / "stub", {}))
   if hold:  # as after SIGTERM: a sweep ends with 0 when its run has saved

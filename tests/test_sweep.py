@@ -16,7 +16,7 @@ from nm_sparsity_jax import cli
 from nm_sparsity_jax.analysis import sweep
 from nm_sparsity_jax.cli.quickstart import FILES
 from nm_sparsity_jax.runs import settings as run_settings
-from nm_sparsity_jax.trainer.workloads import t5
+from nm_sparsity_jax.trainer import run as trainer_run
 
 pytest.importorskip("gin", reason="sweep reads gin files: pip install gin-config")
 
@@ -46,7 +46,7 @@ def here(tmp_path, monkeypatch):
   """An empty folder to stand in; runs are stubs, and the task is not looked up."""
   monkeypatch.chdir(tmp_path)
   monkeypatch.setenv("PYTHONPATH", sweep_stub.install(tmp_path / "stub", {}))
-  monkeypatch.setattr(t5.T5, "check", lambda self: None)
+  monkeypatch.setattr(trainer_run.Run, "check_data", lambda self: None)
   # A stub notes no settings.
   monkeypatch.setattr(run_settings, "refuse_changed", lambda folder, settings: None)
   (tmp_path / "mine.gin").write_text("BETA = None\n")
@@ -171,8 +171,8 @@ ALONE = f"""
 import sys
 sys.path.insert(0, {str(ROOT)!r})
 from nm_sparsity_jax import cli
-from nm_sparsity_jax.trainer.workloads import t5
-t5.T5.check = lambda self: None
+from nm_sparsity_jax.trainer import run as trainer_run
+trainer_run.Run.check_data = lambda self: None
 sys.exit(cli.main(["sweep", "sweep.toml"]))
 """
 

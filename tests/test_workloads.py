@@ -192,8 +192,6 @@ def test_an_evaluation_that_does_not_fit_writes_nothing(run, tmp_path, capsys):
 class Answers(own_workload.Regression):
   """Says of each row what JSON can hold; two rows of the last batch only fill it."""
 
-  real = "real"
-
   def predict(self, params, state, batch):
     x = batch["x"]
     return {"class": jnp.argmax(x, 1), "half": jnp.bfloat16(x[:, :2] / 2), "sure": x[:, 0] > 0.5}

@@ -43,8 +43,6 @@ class Regression(Workload):
     inputs: length of a vector.
   """
 
-  headline = ("loss",)
-
   def __init__(self, batch_size=32, width=32, inputs=16):
     self.batch_size, self.inputs = batch_size, inputs
     self.network = Mlp(width)

@@ -55,7 +55,7 @@ class Run:
   @functools.cached_property
   def settings(self) -> Mapping[str, Any]:
     """Returns the macros of config.gin."""
-    return trained.parse_settings(self.gin)
+    return trained.read_settings(self.path)
 
   @functools.cached_property
   def _rules(self) -> tuple[Rules | None, str]:
@@ -149,10 +149,12 @@ class Run:
 
   def less_is_better(self, metric: str) -> bool:
     """Returns whether less of a metric is better, as its workload or else its name says."""
-    from nm_sparsity_jax.trainer import evaluation  # imports jax
+    from nm_sparsity_jax.trainer.workloads import base  # imports jax
 
     newest = max(folders.evaluations(self.path).items(), default=(0, {}))[1]
-    return evaluation.less_is_better(newest, metric)
+    # A run of T5X notes nothing.
+    less = newest.get("less_is_better")
+    return base.less_by_name(metric) if less is None else metric in less
 
 
 def read(paths: Sequence[str | pathlib.Path]) -> list[Run]:

@@ -37,14 +37,15 @@ def _prepare_seqio(args: argparse.Namespace) -> None:
 
 
 def call(args: argparse.Namespace, program: str) -> int:
-  """Runs `evaluate` or `infer` of the local runner; returns the exit code."""
+  """Runs `evaluate` or `infer` of the local runner; returns the exit code, 0."""
   config, text = read(args, program)
   from nm_sparsity_jax.trainer import train
 
   names = ("model", "evaluation", "checkpoint", "output_dir")
-  return getattr(train, program)(
+  getattr(train, program)(
     **{n: argument(config, n) for n in names}, config=text, memory=args.memory
   )
+  return 0
 
 
 def argument(config: gin_files.Config, name: str) -> Any:

@@ -16,19 +16,17 @@ Exit code: 0 = written, 1 = not.
 from __future__ import annotations
 
 import argparse
-import pathlib
 
-from nm_sparsity_jax.analysis.scores import submission
-from nm_sparsity_jax.runs import files
+from nm_sparsity_jax.runs import glue
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
   """Adds what to read, what to write, and what may be made up."""
-  add = parser.add_argument
+  add, tasks = parser.add_argument, [task.name for task in glue.TASKS.values() if task.file]
   add("paths", nargs="+", metavar="FILE|DIR", help="prediction files, or folders of them")
   add("--out", required=True, metavar="ZIP", help="the zip to write; one that is there is replaced")
   add(
-    "--fill", action="append", default=[], choices=[*submission.TASKS, "all"], metavar="TASK",
+    "--fill", action="append", default=[], choices=[*tasks, "all"], metavar="TASK",
     help="a task (or all) to fill where it is missing or not a label; may be repeated. WNLI, which "
     "T5's mixture does not train, is customarily filled",
   )  # fmt: skip
@@ -36,7 +34,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
   """Reads, makes, checks and writes."""
-  files.check_folder("--out", pathlib.Path(args.out).parent)  # before minutes of reading
+  from nm_sparsity_jax.analysis.scores import submission
+
   fill = submission.TASKS if "all" in args.fill else args.fill
   tables, filled, problems = submission.make(args.paths, fill)
   for name, count in filled.items():

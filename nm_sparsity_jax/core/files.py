@@ -1,6 +1,6 @@
 """What every reader and writer of files shares: arrays not read yet, and new files that are whole.
 
-`runs.files` replaces files of a run; what is made here never overwrites.
+A file of a run may be replaced; all else never overwrites.
 """
 
 from __future__ import annotations
@@ -35,32 +35,39 @@ class Lazy:
 
 
 def refuse_existing(path: str | os.PathLike) -> None:
-  """Raises where a new file or folder would overwrite another one."""
+  """Raises where a new file or folder would overwrite another one, or not be on a local disk."""
+  if "://" in os.fspath(path):
+    raise ValueError(f"{path!r}: name a place on a local disk, and copy it from there.")
   if os.path.lexists(path):
     raise ValueError(f"{os.fspath(path)!r} is there already: it is never overwritten.")
 
 
 @contextlib.contextmanager
-def whole(path: str | os.PathLike) -> Iterator[pathlib.Path]:
-  """Makes a new file or folder that has its name when the `with` block ends well.
+def whole(path: str | os.PathLike, replace: bool = False) -> Iterator[pathlib.Path]:
+  """Makes a file or folder that has its name when the `with` block ends well.
+
+      with whole("out/predictions.jsonl", replace=True) as unfinished:
+        unfinished.write_text(...)
 
   Args:
-    path: of it, which must not be there; its parents are made.
+    path: of it; its parents are made.
+    replace: take the place of a file of that name. A kill leaves the one that was there before.
 
   Yields:
     The path to write to, in the same folder. An error removes what is there.
 
   Raises:
-    ValueError: it is there.
+    ValueError: it is there, and not to be replaced.
   """
-  refuse_existing(path)
+  if not replace:
+    refuse_existing(path)
   made = pathlib.Path(os.path.abspath(path))
   # In the same folder: a rename between two disks is a copy, which can end half way.
   unfinished = made.with_name(f".{made.name}.{os.getpid()}")
   try:
     made.parent.mkdir(parents=True, exist_ok=True)
     yield unfinished
-    os.rename(unfinished, made)
+    os.replace(unfinished, made)
   finally:
     shutil.rmtree(unfinished, ignore_errors=True)  # a folder
     with contextlib.suppress(OSError):

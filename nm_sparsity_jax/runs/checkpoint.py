@@ -11,18 +11,16 @@ flax_mutables/...
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import jax
 import numpy as np
 
-from nm_sparsity_jax.core.files import Lazy, refuse_existing, whole
-from nm_sparsity_jax.core.text import first_line
+from nm_sparsity_jax.core.files import Lazy, whole
 from nm_sparsity_jax.core.trees import flatten, nested
 from nm_sparsity_jax.deploy import huggingface
 from nm_sparsity_jax.deploy.names import difference
@@ -31,13 +29,6 @@ from nm_sparsity_jax.training import rules_text
 
 _NOTES = "notes.json"  # in a checkpoint of `write`: rules, and settings of the network
 _SPARSE = "flax_mutables/nm_sparsity/"
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Leaf(Lazy):
-  """One array of a checkpoint, read when `np.asarray` asks for it; `key` is its name there."""
-
-  key: str
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,16 +42,16 @@ class Stored:
     step: T5X's global step, None if unknown.
     sparse_step: steps of the sparse run that wrote it, None for a dense one.
     rules: the text of that run's rules, None for a dense one.
-    packed: of a packed file: reads the variables, with kernels as `NMPacked`; None of any other.
+    packed: of a packed file: the variables, with kernels as `NMPacked`; None of any other.
   """
 
   path: str
   format: str
-  leaves: Mapping[str, Leaf]
+  leaves: Mapping[str, Lazy]
   step: int | None
   sparse_step: int | None
   rules: str | None
-  packed: Callable[[], dict[str, Any]] | None = None
+  packed: dict[str, Any] | None = None
 
   def array(self, key: str) -> np.ndarray:
     """Reads an array. ValueError where it is damaged."""
@@ -99,7 +90,7 @@ class Stored:
     tree = {k: np.asarray(x) for k, x in kept.items() if k not in ("step", "start", "rules")}
     return nested({"step": np.int32(self.sparse_step or 0), **tree}) if tree else {}
 
-  def variables(self) -> dict[str, Leaf]:
+  def variables(self) -> dict[str, Lazy]:
     """Returns what is deployed, not read yet: 'params/head/kernel', 'batch_stats/bn1/mean', ..."""
     found = {}
     for key, x in self.leaves.items():
@@ -119,12 +110,9 @@ def find(name: str) -> str:
   return folders.latest(name) or name
 
 
-def as_stored(path: str | os.PathLike | Stored) -> Stored:
-  """Returns the checkpoint that a path means; one that was read already stays as it is."""
-  return path if isinstance(path, Stored) else read(os.fspath(path))
-
-
-def read(name: str, like: Mapping[str, Any] | None = None, config: Any = None) -> Stored:
+def read(
+  name: str | os.PathLike, like: Mapping[str, Any] | None = None, config: Any = None
+) -> Stored:
   """Reads what a checkpoint holds, and none of its large arrays; a packed file it reads whole.
 
   Args:
@@ -137,7 +125,7 @@ def read(name: str, like: Mapping[str, Any] | None = None, config: Any = None) -
     FileNotFoundError: it is not there.
     ValueError: it is damaged, or of another network.
   """
-  name = find(name)
+  name = find(os.fspath(name))
   path = folders.path_of(name)
   if not path.exists():
     raise FileNotFoundError(f"there is no checkpoint {name!r}")
@@ -147,15 +135,22 @@ def read(name: str, like: Mapping[str, Any] | None = None, config: Any = None) -
     format_, arrays, rules, packed = other_formats.read(name, like, config)
   elif found := folders.contents(path):
     format_, inside = found
-    with _damage(name, "its metadata"):
+    with files.named(f"{name}, its metadata,"):
       arrays = (t5x_format if format_ == "T5X" else orbax).read(inside)
   else:
     raise ValueError(
       f"{name!r} is not a checkpoint: it has neither a file 'checkpoint' (T5X) nor state/_METADATA "
       "(Orbax)"
     )
-  if config is not None:
-    _refuse_other_network(name, config)
+  # Another window fits all shapes and gives other logits, so nothing later would notice it.
+  noted = {} if config is None else network_settings(name)
+  for setting, there in noted.items():
+    here = getattr(config, setting, there)
+    if here != there:
+      raise ValueError(
+        f"{name} was trained with {setting}={there}, and this network has {setting}={here}, which "
+        f"shapes do not reveal: set {setting} of its config to {there}."
+      )
   leaves = {key: _leaf(name, key, x) for key, x in arrays.items()}
   number = lambda key: int(np.asarray(leaves[key])) if key in leaves else None
   if (key := f"{_SPARSE}rules") in leaves:
@@ -171,35 +166,13 @@ def read(name: str, like: Mapping[str, Any] | None = None, config: Any = None) -
   )
 
 
-def _refuse_other_network(name: str, config: Any) -> None:
-  # Another window fits all shapes and gives other logits, so nothing later would notice it.
-  for setting, there in network_settings(name).items():
-    here = getattr(config, setting, there)
-    if here != there:
-      raise ValueError(
-        f"{name} was trained with {setting}={there}, and this network has {setting}={here}, which "
-        f"shapes do not reveal: set {setting} of its config to {there}."
-      )
-
-
-def _leaf(name: str, key: str, x: Any) -> Leaf:
+def _leaf(name: str, key: str, x: Any) -> Lazy:
   # Damage shows when an array is read, far from here, so each knows its file and its name.
   def make() -> np.ndarray:
-    with _damage(name, key):
+    with files.named(f"{name}, {key},"):
       return np.asarray(x)
 
-  return Leaf(shape=tuple(x.shape), dtype=x.dtype, make=make, key=key)
-
-
-@contextlib.contextmanager
-def _damage(path: str, what: str) -> Iterator[None]:
-  """Names the checkpoint, and the part of it, where a library fails with words of its own."""
-  try:
-    yield
-  except ImportError:  # a reader imports its library late: a missing package is no damage
-    raise
-  except Exception as e:  # each library has errors of its own
-    raise ValueError(f"{path!r} is damaged: {what} cannot be read ({first_line(e)})") from e
+  return Lazy(tuple(x.shape), x.dtype, make)
 
 
 def network_settings(name: str) -> dict[str, Any]:
@@ -259,13 +232,6 @@ def check_shapes(stored: Stored, like: Any) -> None:
     )
 
 
-def check_new(folder: str) -> None:
-  """Refuses what `write` would refuse, before anything is done for it."""
-  if "://" in folder:
-    raise ValueError(f"{folder!r}: name a folder on a local disk, and copy the checkpoint from it")
-  refuse_existing(folder)
-
-
 def write(
   folder: str,
   arrays: Mapping[str, Any],
@@ -284,7 +250,6 @@ def write(
   """
   import orbax.checkpoint as ocp
 
-  check_new(folder)
   with whole(folder) as unfinished, orbax.quiet():
     unfinished.mkdir()
     with ocp.PyTreeCheckpointer() as writer:

@@ -54,10 +54,7 @@ def rules_for(stored: Stored, given: Given, axes: Mapping[str, Any] | None = Non
 
 def parameters(stored: Stored) -> dict[str, Any]:
   """Returns the tree of the parameters that are deployed, not read yet."""
-  leaves = stored.variables()
-  return nested(
-    {k.removeprefix("params/"): x for k, x in leaves.items() if k.startswith("params/")}
-  )
+  return nested(stored.variables()).get("params", {})
 
 
 def check_steps(

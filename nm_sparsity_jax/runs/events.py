@@ -25,6 +25,7 @@ def scalars(path: pathlib.Path) -> Iterator[tuple[int, str, float]]:
   # The loader above it imports TensorFlow where that is installed, which takes seconds.
   from tensorboard.compat.proto import event_pb2
   from tensorboard.compat.tensorflow_stub import errors, pywrap_tensorflow
+  from tensorboard.util import tensor_util
 
   reader = pywrap_tensorflow.PyRecordReader_New(str(path))
   while True:
@@ -40,15 +41,7 @@ def scalars(path: pathlib.Path) -> Iterator[tuple[int, str, float]]:
     for value in event.summary.value:
       if value.HasField("simple_value"):
         yield event.step, value.tag, value.simple_value
-      elif (number := _number(value.tensor)) is not None:
-        yield event.step, value.tag, number
-
-
-def _number(tensor) -> float | None:
-  """Returns the number of a float or double tensor that holds one."""
-  from tensorboard.util import tensor_util
-
-  if tensor.dtype not in (1, 2):  # DT_FLOAT, DT_DOUBLE
-    return None
-  array = tensor_util.make_ndarray(tensor)
-  return float(array.reshape(())) if array.size == 1 else None
+      elif value.tensor.dtype in (1, 2):  # DT_FLOAT, DT_DOUBLE
+        array = tensor_util.make_ndarray(value.tensor)
+        if array.size == 1:
+          yield event.step, value.tag, array.item()

@@ -30,13 +30,12 @@ from nm_sparsity_jax.deploy import (
 )
 from nm_sparsity_jax.deploy.unstack_layers import apart, apart_all
 from nm_sparsity_jax.runs import checkpoint, checkpoint_rules, verify_checkpoint
-from nm_sparsity_jax.runs.checkpoint import Stored
 from nm_sparsity_jax.runs.verify_checkpoint import Proof
 from nm_sparsity_jax.training.rules import Rules
 
 
 def export(
-  path: str | os.PathLike | Stored,
+  path: str | os.PathLike,
   out: str | os.PathLike,
   rules: checkpoint_rules.Given = None,
   axes: Mapping[str, Any] | None = None,
@@ -64,14 +63,13 @@ def export(
     ValueError: it is of another network, or sparse and not n:m; or the file cannot be.
   """
   file = os.fspath(out)
-  refuse_existing(file)  # before the weights are read, which takes long
-  stored = checkpoint.as_stored(path)
+  stored = checkpoint.read(path)
   shapes = {key: x.shape for key, x in flatten(checkpoint_rules.parameters(stored))}
   is_t5 = "token_embedder/embedding" in shapes
-  _check_name(file, is_folder=is_t5)
+  _check_new(file, is_folder=is_t5)  # before the weights are read, which takes long
   is_sparse = stored.known_rules is not None or rules is not None
   if is_sparse:
-    proof = verify_checkpoint.verify(stored, rules, axes)
+    proof = verify_checkpoint.verify(path, rules, axes)
     if not proof.ok:
       raise ValueError(f"{stored.path} is not n:m: export what `nm-sparsity finalize` writes.")
     rules = _rules_of_layers(proof.rules, shapes)
@@ -90,7 +88,7 @@ def export(
 
 
 def pack(
-  path: str | os.PathLike | Stored,
+  path: str | os.PathLike,
   out: str | os.PathLike,
   rules: checkpoint_rules.Given = None,
   axes: Mapping[str, Any] | None = None,
@@ -116,9 +114,8 @@ def pack(
     ValueError: a kernel is not n:m, or the file is there.
   """
   file = os.fspath(out)
-  _check_name(file)
-  refuse_existing(file)
-  stored = checkpoint.as_stored(path)
+  _check_new(file)
+  stored = checkpoint.read(path)
   stacked_rules = checkpoint_rules.rules_for(stored, rules, axes)
   variables = nested({key: np.asarray(x) for key, x in stored.variables().items()})
   params = dict(flatten(variables["params"]))
@@ -157,7 +154,8 @@ def convert(path: str | os.PathLike, out: str | os.PathLike, scan_layers: bool =
   return made
 
 
-def _check_name(file: str, is_folder: bool = False) -> None:
+def _check_new(file: str, is_folder: bool = False) -> None:
+  refuse_existing(file)
   if file.endswith(safetensors_file.SUFFIX) == is_folder:
     wanted = "a folder for a T5, which has config.json as well" if is_folder else "F.safetensors"
     raise ValueError(f"{file!r}: name {wanted}.")

@@ -1,4 +1,4 @@
-"""Files of a run, whole or not at all, and whether a folder can be written to."""
+"""Small files of a run: written whole or not at all, and named where they are damaged."""
 
 from __future__ import annotations
 
@@ -9,37 +9,14 @@ import pathlib
 from collections.abc import Iterator
 from typing import Any
 
+from nm_sparsity_jax.core.files import whole
 from nm_sparsity_jax.core.text import first_line
 
 
-@contextlib.contextmanager
-def whole_file(path: str | os.PathLike) -> Iterator[pathlib.Path]:
-  """Makes a file that replaces another one when the `with` block ends well.
-
-      with whole_file("out/predictions.jsonl") as unfinished, unfinished.open("w") as file:
-        ...
-
-  Args:
-    path: the file. Its folder is made.
-
-  Yields:
-    The path to write to, in the same folder, so that a kill leaves the file that was there before.
-    An error removes it; what a kill leaves, the next call overwrites.
-  """
-  path = pathlib.Path(path)
-  path.parent.mkdir(parents=True, exist_ok=True)
-  unfinished = path.with_name(path.name + ".tmp")
-  try:
-    yield unfinished
-    os.replace(unfinished, path)
-  finally:
-    unfinished.unlink(missing_ok=True)
-
-
-def write_atomically(path: str | os.PathLike, content: str | bytes) -> None:
+def write_atomically(path: str | os.PathLike, text: str) -> None:
   """Writes all of a small file, or leaves the one before."""
-  with whole_file(path) as unfinished:
-    unfinished.write_bytes(content.encode() if isinstance(content, str) else content)
+  with whole(path, replace=True) as unfinished:
+    unfinished.write_text(text, "utf-8")
 
 
 @contextlib.contextmanager
@@ -54,9 +31,11 @@ def named(path: Any) -> Iterator[None]:
   """
   try:
     yield
-  # What json raises, and what code raises that reads other values than it expects.
-  except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as e:
-    if str(path) in str(e):
+  # A reader may import its library late: a missing package is no damage.
+  except (ImportError, FileNotFoundError):
+    raise
+  except Exception as e:  # each library has errors of its own
+    if isinstance(e, ValueError) and str(path) in str(e):
       raise
     raise ValueError(f"{path} is damaged: {type(e).__name__}: {first_line(e)}") from e
 
@@ -77,11 +56,3 @@ def read_json(path: Any, default: Any) -> Any:
     return default
   with named(path):
     return json.loads(path.read_text("utf-8"))
-
-
-def check_folder(what: str, folder: pathlib.Path) -> None:
-  """Raises where a folder to write into cannot be made; it need not be there yet."""
-  # Missing parents are made later, so the nearest one that is there decides.
-  there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
-  if not (there.is_dir() and os.access(there, os.W_OK)):
-    raise ValueError(f"{what}: nothing can be written into {str(there)!r}. Name another place.")

@@ -70,14 +70,14 @@ def named_step(checkpoint: str) -> int | None:
 def contents(checkpoint: Any) -> tuple[str, Any] | None:
   """Returns the format of a checkpoint, and what its reader opens; None where it is none.
 
-  T5X's own format begins with a file. Orbax reads the folder state/, Kauldron's default/, or the
+  T5X's own format has a file. Orbax reads the folder state/, Kauldron's default/, or the
   checkpoint's folder itself.
 
   Args:
-    checkpoint: a path of `path_of`: the folder, or T5X's file.
+    checkpoint: a path of `path_of`, its folder.
   """
   # A link that leads nowhere is no file, and a folder that a kill left empty holds none.
-  own = checkpoint if checkpoint.name == PREFIX else checkpoint / PREFIX
+  own = checkpoint / "checkpoint"
   if own.is_file():
     return "T5X", own
   inside = (checkpoint / "state", checkpoint / "default", checkpoint)

@@ -66,8 +66,7 @@ def read(state: Any) -> dict[str, Lazy]:
   found = dict(flatten(metadata.item_metadata.tree))
   # `nms.sparse` may stand inside others: its state is the one that has rules beside a count.
   sparse = [name.removesuffix("rules") for name in found if name.endswith("/rules")]
-  sparse = [prefix for prefix in sparse if f"{prefix}count" in found]
-  prefix = sparse[0] if len(sparse) == 1 else "opt_state/"
+  prefix = next((prefix for prefix in sparse if f"{prefix}count" in found), "opt_state/")
   # What a run scored is read in place of what it averaged.
   averaged = {name.removeprefix(AVERAGE) for name in found if name.startswith(AVERAGE)}
 

@@ -37,7 +37,7 @@ def is_readable(path: Any) -> bool:
 def read(
   name: str, like: Mapping[str, Any] | None = None, config: Any = None
 ) -> tuple[str, dict[str, Any], str | None, Any]:
-  """Returns the format, key -> array that is not read yet, and of a packed file rules and reader.
+  """Returns the format, key -> array not read yet, and of a packed file rules and variables.
 
   Args:
     name: of the file or folder.
@@ -54,7 +54,7 @@ def read(
   if packed_file.ENTRY in metadata:
     variables, rules = packed_file.read(name)
     leaves = flatten(variables, inference_tree.is_packed)
-    return "packed", {_key(key): _with_zeros(x) for key, x in leaves}, rules, lambda: variables
+    return "packed", {_key(key): _with_zeros(x) for key, x in leaves}, rules, variables
   arrays = timm.from_tensors(tensors, repr(name), like)
   return "timm", {_key(key): x for key, x in arrays.items()}, None, None
 

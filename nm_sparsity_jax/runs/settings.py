@@ -1,4 +1,4 @@
-"""What a resumed run must share with its beginning: settings.json, and how settings differ.
+"""What a resumed run must share with its beginning: settings.json.
 
     Config.settings -> nested values -> [write] -> settings.json -> [refuse_changed]
 
@@ -17,26 +17,6 @@ from nm_sparsity_jax.core.trees import flatten
 from nm_sparsity_jax.runs import files, folders
 
 _FILE = "settings.json"
-_UNSET = "not set"
-
-
-def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[tuple[str, str, str]]:
-  """Returns what differs: its name, the old and the new value as texts.
-
-  >>> differences({"seed": 1, "run": {"": "Run", "size": 8}}, {"run": {"": "Run", "size": 8}})
-  [('seed', '1', 'not set')]
-
-  Args:
-    old: name -> nested value.
-    new: the same, later.
-  """
-  leaves = lambda tree: flatten(tree, lambda x: x is None or x in ({}, []))  # jax has no such leaf
-  before, now = ({k.rstrip("/"): repr(x) for k, x in leaves(tree)} for tree in (old, new))
-  pairs = {path: (before.get(path, _UNSET), now.get(path, _UNSET)) for path in before | now}
-  found = {path: pair for path, pair in pairs.items() if pair[0] != pair[1]}
-  # Where another function stands, its arguments say nothing more.
-  inside = lambda path: any(path.startswith(f"{p}/") for p in found)
-  return [(path, *pair) for path, pair in sorted(found.items()) if not inside(path)]
 
 
 def refuse_changed(folder: pathlib.Path, settings: Mapping[str, Any]) -> None:
@@ -59,11 +39,17 @@ def refuse_changed(folder: pathlib.Path, settings: Mapping[str, Any]) -> None:
       f"{folder} holds checkpoints that another program wrote. Take an empty MODEL_DIR and name "
       "one of them as INITIAL_CHECKPOINT_PATH."
     )
-  if found := differences(before, settings):
-    what = "; ".join(f"{name} was {old}, and is {new}" for name, old, new in found)
+  leaves = lambda tree: flatten(tree, lambda x: x is None or x in ({}, []))  # jax has no such leaf
+  old, new = ({k.rstrip("/"): repr(x) for k, x in leaves(tree)} for tree in (before, settings))
+  said = [
+    f"{name} was {old.get(name, 'not set')}, and is {new.get(name, 'not set')}"
+    for name in sorted(old | new)
+    if old.get(name) != new.get(name)
+  ]
+  if said:
     raise ValueError(
-      f"the run in {folder} was started with other settings: {what}. Keep the old ones, or "
-      "take another MODEL_DIR."
+      f"the run in {folder} was started with other settings: {'; '.join(said)}. Keep the old ones, "
+      "or take another MODEL_DIR."
     )
 
 

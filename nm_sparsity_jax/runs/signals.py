@@ -1,7 +1,7 @@
 """Signals that ask a process to save and to end.
 
 SIGTERM, SIGINT -> Signals.name, which a loop looks at between two steps
-                -> a child, which is asked to end; the second ctrl-C kills it
+                -> a child, which is asked to end; ctrl-C after that kills it
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 
 
 class Signals:
-  """Notes the first SIGTERM or SIGINT within a `with` block; a second SIGINT interrupts at once.
+  """Notes the first SIGTERM or SIGINT within a `with` block; a SIGINT after it interrupts at once.
 
       with Signals() as stop:
         while stop.name is None:
@@ -26,7 +26,6 @@ class Signals:
 
   def __init__(self):
     self.name: str | None = None
-    self._interrupts = 0
     self._child: Any = None
     self._before = {}
 
@@ -43,17 +42,17 @@ class Signals:
   def relay(self, child: Any) -> None:
     """Passes signals on to a child, a `subprocess.Popen`, until the next one: it saves and ends.
 
-    A second SIGINT kills it: a run loses nothing by that but the steps since its last checkpoint.
+    A SIGINT after the first signal kills it: a run loses nothing by that but the steps since its
+    last checkpoint.
     """
     self._child = child
     if self.name is not None:  # it came between two children
       child.terminate()
 
   def _note(self, number, frame) -> None:
-    self._interrupts += number == signal.SIGINT
+    # The first asks to save, which takes a while; who presses ctrl-C after that will not wait.
+    again = number == signal.SIGINT and self.name is not None
     self.name = self.name or signal.Signals(number).name
-    # The first asks to save, which takes a while; who presses ctrl-C again will not wait.
-    again = number == signal.SIGINT and self._interrupts > 1
     if self._child is not None:  # one that has ended already gets nothing
       self._child.kill() if again else self._child.terminate()
     elif again:

@@ -17,13 +17,11 @@ import os
 import pathlib
 import re
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from nm_sparsity_jax.runs import files, folders, paper
-
-if TYPE_CHECKING:
-  from nm_sparsity_jax.runs.checkpoint import Stored
-  from nm_sparsity_jax.training.rules import Rules
+from nm_sparsity_jax.runs import checkpoint, files, folders, paper
+from nm_sparsity_jax.training import configure, rules_text
+from nm_sparsity_jax.training.rules import Rules
 
 # Argument of `configure.rules` -> the macro that it comes from.
 _MACROS = {
@@ -37,9 +35,8 @@ _MACROS = {
 
 def gin_text(folder: str | os.PathLike) -> str:
   """Returns the gin configuration of a run; '' where there is none."""
-  found = (pathlib.Path(folder) / name for name in ("config.gin", "operative_config.gin"))
-  file = next((file for file in found if file.is_file()), None)
-  return files.read_text(file) if file else ""
+  file = pathlib.Path(folder) / "config.gin"
+  return files.read_text(file) if file.is_file() else ""
 
 
 def macros(text: str) -> dict[str, str]:
@@ -63,19 +60,7 @@ def read_settings(folder: str | os.PathLike) -> dict[str, Any]:
   Args:
     folder: the run's.
   """
-  return parse_settings(gin_text(folder))
-
-
-def parse_settings(text: str) -> dict[str, Any]:
-  """Parses the macros of a gin configuration: name -> value, or `Reference`.
-
-  >>> parse_settings("RECIPE = 'sr_ste'\\nRULES = @configure.rules()\\n")
-  {'RECIPE': 'sr_ste', 'RULES': '@configure.rules()'}
-
-  Args:
-    text: the configuration.
-  """
-  found = {name: plain(value) for name, value in macros(text).items()}
+  found = {name: plain(value) for name, value in macros(gin_text(folder)).items()}
   # A file of gin_configs/paper/ asks a function for what its row sets.
   if of_row := [name for name, value in found.items() if "paper.setting()" in str(value)]:
     row = paper.find(found["TABLE"], found["ROW"]).settings()
@@ -91,7 +76,7 @@ def plain(text: str) -> Any:
   """
   try:
     return ast.literal_eval(text.strip())
-  except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError):
+  except Exception:  # `literal_eval` has five kinds of errors
     return Reference(text)
 
 
@@ -109,8 +94,6 @@ def rules_of(folder: str | os.PathLike) -> Rules:
   Raises:
     ValueError: they are in neither, or the macros say what is refused.
   """
-  from nm_sparsity_jax.training import configure, rules_text
-
   # First, since bindings that no macro shows may have overridden the macros.
   text = None
   with contextlib.suppress(ValueError, FileNotFoundError):  # none is there yet, or it is damaged
@@ -127,21 +110,18 @@ def rules_of(folder: str | os.PathLike) -> Rules:
   return configure.rules(**{"places": None, **known})
 
 
-def stored_rules(path: str, pretrained_steps: int | None = None, **settings: Any) -> Rules:
+def stored_rules(path: str, **settings: Any) -> Rules:
   """Returns the rules that a checkpoint holds; refuses a setting that says something else.
 
   Those of a dense checkpoint, or of one that is not there, are what the settings say.
 
   Args:
     path: the checkpoint, or a run's folder, whose newest one counts.
-    pretrained_steps: the step at which its run began, to be checked; None = any.
     **settings: arguments of `configure.rules`; None where nothing sets one.
 
   Raises:
     ValueError: a setting does not agree, or the rules are unknown.
   """
-  from nm_sparsity_jax.training import configure, rules_text
-
   try:
     stored = _opened(path)
   except (ValueError, FileNotFoundError):
@@ -157,11 +137,6 @@ def stored_rules(path: str, pretrained_steps: int | None = None, **settings: Any
     # `ff` is what gin_configs/sparsity.gin makes sparse.
     return configure.rules(**{"places": {"ff": None}, **known})
   rules = rules_text.parse(stored.rules)
-  if pretrained_steps is not None and stored.start not in (None, pretrained_steps):
-    raise ValueError(
-      f"PRETRAINED_STEPS={pretrained_steps}, but the run of {stored.path} began at step "
-      f"{stored.start}: leave PRETRAINED_STEPS out. Where a file sets it, None counts as left out."
-    )
   # A flag that disagrees would be ignored in silence otherwise.
   configure.agree(rules, stored.path, **settings)
   return rules
@@ -196,16 +171,10 @@ def start_of(run: str | None, initial: str | None = None) -> int | None:
   return step
 
 
-def _opened(path: str | os.PathLike) -> Stored:
-  """Returns a checkpoint, or the newest one of a run."""
-  from nm_sparsity_jax.runs import checkpoint
-
-  return _read(checkpoint.find(os.fspath(path)))
-
-
 # A checkpoint does not change, and gin asks again for each use of PRETRAINED_STEPS.
-@functools.lru_cache(maxsize=16)
-def _read(path: str) -> Stored:
-  from nm_sparsity_jax.runs import checkpoint
+_read = functools.lru_cache(maxsize=16)(checkpoint.read)
 
-  return checkpoint.read(path)
+
+def _opened(path: str | os.PathLike) -> checkpoint.Stored:
+  """Returns a checkpoint, or the newest one of a run."""
+  return _read(checkpoint.find(os.fspath(path)))

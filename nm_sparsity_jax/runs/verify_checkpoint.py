@@ -26,6 +26,7 @@ from typing import Any
 
 import numpy as np
 
+from nm_sparsity_jax.core.files import refuse_existing
 from nm_sparsity_jax.core.trees import flatten, nested
 from nm_sparsity_jax.runs import checkpoint, checkpoint_rules
 from nm_sparsity_jax.runs.checkpoint import Stored
@@ -68,7 +69,7 @@ class Proof:
       "format": stored.format,
       "step": stored.step,
       "sparse_step": stored.sparse_step,
-      "rules": stored.rules if stored.rules is not None else rules_text.describe(self.rules),
+      "rules": rules_text.describe(self.rules),
       "places": [dataclasses.asdict(place) for place in self.report.places],
       "skipped": dict(self.report.skipped),
       "removed": dict(self.removed),
@@ -76,7 +77,7 @@ class Proof:
 
 
 def verify(
-  path: str | os.PathLike | Stored,
+  path: str | os.PathLike,
   rules: checkpoint_rules.Given = None,
   axes: Mapping[str, Any] | None = None,
 ) -> Proof:
@@ -96,14 +97,14 @@ def verify(
   Raises:
     ValueError: there are no rules, other rules than the checkpoint's, or it cannot be read.
   """
-  stored = checkpoint.as_stored(path)
+  stored = checkpoint.read(path)
   rules = checkpoint_rules.rules_for(stored, rules, axes)
   # One array is in memory at a time: they are read where they are counted.
   return Proof(stored, rules, apply.verify(checkpoint_rules.parameters(stored), rules))
 
 
 def finalize(
-  path: str | os.PathLike | Stored,
+  path: str | os.PathLike,
   out: str | os.PathLike,
   rules: checkpoint_rules.Given = None,
   axes: Mapping[str, Any] | None = None,
@@ -127,7 +128,7 @@ def finalize(
   Raises:
     ValueError: the schedule is not over, the output is there already, or what `verify` refuses.
   """
-  stored = checkpoint.as_stored(path)
+  stored = checkpoint.read(path)
   rules = checkpoint_rules.rules_for(stored, rules, axes)
   assignment = rules.assign(checkpoint_rules.parameters(stored))
   # Before D is 0 the weights that go are still in use.
@@ -138,8 +139,14 @@ def finalize(
         "(--early)"
       )
   made = os.path.join(out, f"checkpoint_{stored.step or 0}")
-  checkpoint.check_new(made)
-  arrays = _without_optimizer(stored)
+  refuse_existing(made)
+  arrays = {"state/step": np.asarray(np.int32(0))}  # T5X wants one
+  if stored.sparse_step is not None:  # as its sparse model wants to know where the run began
+    arrays["flax_mutables/nm_sparsity/start"] = np.asarray(np.int32(stored.start or 0))
+  # All but the optimizer.
+  for key in stored.leaves:
+    if key.startswith(("target/", "flax_mutables/")) or key == "state/step":
+      arrays[key] = stored.array(key)
   params = {k.removeprefix("target/"): x for k, x in arrays.items() if k.startswith("target/")}
   step = stored.sparse_step or 0
   zeros = apply.finalize(nested(params), rules, step, stored.masks() or None, early=True)
@@ -155,14 +162,3 @@ def finalize(
   noted = rules_text.describe(rules) if stored.sparse_step is None else None
   checkpoint.write(made, arrays, checkpoint.network_settings(stored.path), noted)
   return dataclasses.replace(verify(made, rules), removed=removed)
-
-
-def _without_optimizer(stored: Stored) -> dict[str, np.ndarray]:
-  """Returns what a finalized checkpoint holds, by key, before it has zeros."""
-  arrays = {"state/step": np.asarray(np.int32(0))}  # T5X wants one
-  if stored.sparse_step is not None:  # as its sparse model wants to know where the run began
-    arrays["flax_mutables/nm_sparsity/start"] = np.asarray(np.int32(stored.start or 0))
-  for key in stored.leaves:
-    if key.startswith(("target/", "flax_mutables/")) or key == "state/step":
-      arrays[key] = stored.array(key)
-  return arrays

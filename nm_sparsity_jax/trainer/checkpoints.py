@@ -17,11 +17,10 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import os
 import pathlib
 import shutil
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
@@ -86,17 +85,15 @@ class Checkpoints:
   """Keeps the checkpoints of one run, in a `with` block.
 
   Args:
-    folder: of the run; it exists.
+    folder: of the run, absolute; it exists.
     keep: how many of the newest stay, with the best; None = all.
   """
 
-  def __init__(self, folder: str | os.PathLike, keep: int | None):
+  def __init__(self, folder: pathlib.Path, keep: int | None):
     import orbax.checkpoint as ocp
 
-    self._ocp, self._keep = ocp, keep
-    self.folder = pathlib.Path(folder).absolute()
+    self._ocp, self._keep, self.folder = ocp, keep, folder
     self.best: int | None = None  # the step that is never removed
-    self._saving: int | None = None  # the step that is being written
     options = ocp.CheckpointManagerOptions(
       step_prefix=folders.PREFIX, cleanup_tmp_directories=True, create=False
     )
@@ -112,52 +109,46 @@ class Checkpoints:
     with contextlib.suppress(Exception):
       self._manager.close()
 
-  def steps(self) -> Sequence[int]:
-    """Returns the steps of complete checkpoints, ascending."""
-    return folders.steps(self.folder)
-
   def newest(self) -> str:
     """Returns the name of the newest complete checkpoint; 'none' without one."""
-    return f"{folders.PREFIX}_{steps[-1]}" if (steps := self.steps()) else "none"
+    return f"{folders.PREFIX}_{steps[-1]}" if (steps := folders.steps(self.folder)) else "none"
 
   def save(self, step: int, tree: Mapping[str, Any]) -> None:
     """Starts to write; the tree may be donated afterwards."""
-    if step == self._saving or step in self.steps():
-      return
     self.wait()
+    if step in folders.steps(self.folder):
+      return
     self.remove_old()
-    with self._explained(step):
+    with self._explained():
       # A copy on the host: on a CPU the background would else read what the next step writes to.
       tree = jax.tree.map(lambda x: np.array(x), tree)
       args = self._ocp.args.Composite(state=self._ocp.args.PyTreeSave(tree))
-      self._saving = step
       self._manager.save(step, args=args, force=True)
 
   def wait(self) -> None:
     """Waits until the last one is complete."""
-    if self._saving is not None:
-      with self._explained(self._saving):
-        self._manager.wait_until_finished()
-      self._saving = None
+    with self._explained():
+      self._manager.wait_until_finished()
 
   @contextlib.contextmanager
-  def _explained(self, step: int) -> Iterator[None]:
+  def _explained(self) -> Iterator[None]:
     try:
       yield
     except Exception as e:
       raise ValueError(
-        f"{self.folder}/{folders.PREFIX}_{step} could not be written ({first_line(e)}). The newest "
-        f"complete checkpoint is {self.newest()}; with room on the disk, the same command "
-        "continues from it."
+        f"a checkpoint in {self.folder} could not be written ({first_line(e)}). The newest "
+        f"complete one is {self.newest()}; with room on the disk, the same command continues from "
+        "it."
       ) from e
 
   def remove_old(self) -> None:
     """Removes all but the newest and the best."""
     # Orbax' policies keep the newest or the best by a metric of the save; ours is known after it.
-    for step in self.steps()[: -self._keep] if self._keep else ():
+    for step in folders.steps(self.folder)[: -self._keep] if self._keep else ():
       if step != self.best:
         # Under another name a kill leaves nothing that looks like a whole checkpoint.
-        os.replace(self.folder / f"{folders.PREFIX}_{step}", self.folder / f"{_REMOVED}{step}")
+        path = self.folder / f"{folders.PREFIX}_{step}"
+        path.rename(self.folder / f"{_REMOVED}{step}")
     for path in self.folder.glob(f"{_REMOVED}*"):
       shutil.rmtree(path, ignore_errors=True)
 
@@ -200,8 +191,8 @@ def opened(path: str, model: Model) -> checkpoint.Stored:
     path: of the checkpoint; a run's folder stands for its newest one.
     model: what takes it.
   """
-  variables = {"params": model.shapes, **model.collections}
-  return checkpoint.read(path, variables, model.workload.network_config)
+  like = {"params": model.shapes, **model.collections}
+  return checkpoint.read(path, like, model.workload.network_config)
 
 
 def load_initial(path: str, model: Model, key: jax.Array) -> tuple[Any, Any, int]:
@@ -219,7 +210,7 @@ def load_initial(path: str, model: Model, key: jax.Array) -> tuple[Any, Any, int
   """
   stored = opened(path, model)
   wanted = {f"{MUTABLES}/{path}" for path, _ in flatten(model.collections)}
-  is_held = bool(wanted) and wanted <= set(stored.leaves)
+  is_held = wanted <= set(stored.leaves)
   params, collections = _load(stored, model, model.collections if is_held else {})
   if said := checkpoint_rules.check_start(stored):
     warnings.warn(f"INITIAL_CHECKPOINT_PATH: {said}", stacklevel=2)
@@ -251,23 +242,18 @@ def load_for_evaluation(stored: checkpoint.Stored, model: Model) -> dict[str, An
 
 def _load(stored: checkpoint.Stored, model: Model, collections: Any) -> tuple[Any, Any]:
   """Loads parameters and these collections, from the average where the run kept one."""
-  like = {"target": model.shapes} | ({MUTABLES: collections} if collections else {})
+  like = {"target": model.shapes, MUTABLES: collections}
   tree = checkpoint.load(stored, like, model.shardings(like))
-  return tree["target"], tree.get(MUTABLES, {})
+  return tree["target"], tree[MUTABLES]
 
 
 def packed_model(stored: checkpoint.Stored, model: Model) -> Model:
-  """Returns the model that runs on a packed file: without rules and a scan, on the same devices.
+  """Returns the model that runs on a packed file: without rules and a scan, whole on each device.
 
   Args:
     stored: the file.
     model: of the same network, scanned or not.
   """
-  if (partitions := model.mesh.shape["model"]) > 1:
-    raise ValueError(
-      f"NUM_PARTITIONS={partitions}: devices do not share packed weights. Leave it out, or take "
-      "the finalized checkpoint."
-    )
   workload: Any = copy.copy(model.workload)
   plain = unstack_layers.without_scan(workload.network_config)
   if plain != workload.network_config:  # a kernel of a scan is one stack, which no file packs

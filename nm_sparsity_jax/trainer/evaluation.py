@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from nm_sparsity_jax.deploy import inference_tree
-from nm_sparsity_jax.trainer.workloads.base import Batch, Workload, less_by_name
+from nm_sparsity_jax.trainer.workloads.base import Batch, Workload
 
 # What identifies an example, and what is predicted of it: values that JSON has.
 Row = tuple[Mapping[str, Any], Any]
@@ -106,9 +106,7 @@ class Splits:
       count = itertools.count()
       for batch in itertools.islice(batches, self.batches):
         found = jax.device_get(step(variables, self.model.put(batch)))
-        is_real = np.ones(len(next(iter(batch.values()))))
-        if workload.real is not None:
-          is_real = batch[workload.real]
+        is_real = batch.get("real", np.ones(len(next(iter(batch.values())))))
         for name, x in found.items():
           if x.shape[:1] != (len(is_real),):
             raise ValueError(
@@ -134,18 +132,18 @@ def entry(step: int, found: Found, at_target: bool, workload: Workload) -> dict[
     at_target: whether the weights have the target pattern.
     workload: says which way its metrics get better.
   """
-  names = sorted({name for metrics in found.metrics.values() for name in metrics})
+  names = {name for metrics in found.metrics.values() for name in metrics}
   return {
     "step": step,
     "at_target": at_target,
     "loss": {split: scalars["loss"] for split, scalars in found.scalars.items()},
     "metrics": found.metrics,
-    "less_is_better": [name for name in names if workload.less_is_better(name)],
+    "less_is_better": sorted(filter(workload.less_is_better, names)),
   }
 
 
 def best_step(evaluations: Iterable[Mapping[str, Any]], metric: str | None) -> int | None:
-  """Returns the step of the best evaluation at the target pattern, the earliest of equals.
+  """Returns the step of the best evaluation at the target pattern, the first of equals.
 
   An evaluation that is not a number is never the best; a correlation of equal predictions is one.
 
@@ -167,17 +165,6 @@ def best_step(evaluations: Iterable[Mapping[str, Any]], metric: str | None) -> i
         )
     # A dense checkpoint is nearly always better, and never what a sparse run is for.
     if values and e["at_target"] and np.isfinite(mean := float(np.mean(values))):
-      less = metric is None or less_is_better(e, metric)
+      less = metric is None or metric in e["less_is_better"]
       scores[e["step"]] = -mean if less else mean
-  return max(scores, key=lambda step: (scores[step], -step)) if scores else None
-
-
-def less_is_better(entry: Mapping[str, Any], metric: str) -> bool:
-  """Returns whether less of a metric is better, as an entry of evaluations.json notes it.
-
-  Args:
-    entry: where it notes nothing, as of a run of T5X, the name says it.
-    metric: its name.
-  """
-  less = entry.get("less_is_better")
-  return less_by_name(metric) if less is None else metric in less
+  return max(scores, key=lambda step: scores[step], default=None)

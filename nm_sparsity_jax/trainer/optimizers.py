@@ -21,11 +21,10 @@ def learning_rate(
 
   It is at least 1e-8. The factors are
 
-      constant                rate
-      linear_warmup           min(1, step / warmup)
-      rsqrt_decay             max(step, warmup) ** -1/2
-      rsqrt_normalized_decay  max(step / warmup, 1) ** -1/2
-      cosine_decay            (1 + cos(pi * t)) / 2; t goes from 0 at warmup to 1 at the last step
+      constant       rate
+      linear_warmup  min(1, step / warmup)
+      rsqrt_decay    max(step, warmup) ** -1/2
+      cosine_decay   (1 + cos(pi * t)) / 2; t goes from 0 at warmup to 1 at the last step
 
   >>> float(learning_rate(0.5, "constant * linear_warmup", warmup_steps=10)(5))
   0.25
@@ -42,7 +41,6 @@ def learning_rate(
     "constant": lambda step: rate,
     "linear_warmup": lambda step: jnp.minimum(1.0, step / max(warmup_steps, 1)),
     "rsqrt_decay": lambda step: jnp.maximum(step, max(warmup_steps, 1)) ** -0.5,
-    "rsqrt_normalized_decay": lambda step: jnp.maximum(step / max(warmup_steps, 1), 1.0) ** -0.5,
     "cosine_decay": lambda step: (1 + jnp.cos(math.pi * jnp.clip(share(step), 0.0, 1.0))) / 2,
   }
   names = [name.strip() for name in factors.split("*")]

@@ -35,8 +35,8 @@ def levels(rules: Rules, params: Any, step: int) -> list[tuple[Site, float, Any]
 
 def at_target(rules: Rules, params: Any, step: int) -> bool:
   """Returns whether every place has its last pattern at a step, and D is 0."""
-  found = levels(rules, params, step)
-  return all(decay == 0 and pattern == site.pattern for site, decay, pattern in found)
+  now = levels(rules, params, step)
+  return all(decay == 0 and pattern == site.pattern for site, decay, pattern in now)
 
 
 def sparsity(rules: Rules, params: Any, step: int) -> str:

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import optax
 
-from nm_sparsity_jax.core import errors
+from nm_sparsity_jax.core import errors, installed
 from nm_sparsity_jax.runs import files
 from nm_sparsity_jax.trainer import workloads, writers
 from nm_sparsity_jax.trainer.step import Model
@@ -20,7 +20,9 @@ from nm_sparsity_jax.training import rules_text, transform
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Run:
-  """What a run is. Periods count steps of this run; all but samples happen at the last step too.
+  """What a run is. Periods count steps of this run, and None is never.
+
+  All but samples happen at the last step too.
 
   Attributes:
     model: workload, rules and devices.
@@ -58,9 +60,9 @@ class Run:
   random_seed: int = 0
   data_seed: int = 0
   evaluation: Callable[..., Any] | None = None
-  eval_period: int = 1000
+  eval_period: int | None = 1000
   checkpoint_period: int | None = None
-  stats_period: int = 50
+  stats_period: int | None = 50
   metrics_every: int | None = 100
   keep_checkpoints: int | None = 3
   best_metric: str | None = None
@@ -68,12 +70,12 @@ class Run:
   tracker: writers.Tracker | None = None
 
   def __post_init__(self):
-    names = "sparse_steps", "eval_period", "stats_period"
-    # None of these says "never", or "all".
-    optional = "checkpoint_period", "metrics_every", "keep_checkpoints"
-    for name in (*names, *optional):
+    periods = "eval_period", "checkpoint_period", "stats_period", "metrics_every"
+    for name in ("sparse_steps", *periods, "keep_checkpoints"):
       steps = getattr(self, name)
-      if not (isinstance(steps, int) and steps >= 1 or steps is None and name in optional):
+      # None of a period is "never", and of `keep_checkpoints` "all".
+      is_optional = name != "sparse_steps"
+      if not (isinstance(steps, int) and steps >= 1 or steps is None and is_optional):
         raise ValueError(f"{name.upper()}={steps!r}: give a whole number, 1 or more.")
     errors.check_seed("RANDOM_SEED", self.random_seed)
     errors.check_seed("DATA_SEED", self.data_seed)
@@ -92,8 +94,13 @@ class Run:
         "and MICROBATCHES in place of optax.MultiSteps."
       )
 
+  def check_data(self) -> None:
+    """Raises ValueError where the data are not there or do not fit the model."""
+    if self.evaluation is not None:
+      self.evaluation(self.model)  # it checks itself when it is made
 
-def note_run(run: Run, folder: pathlib.Path, start: int, step: int, environment: Any) -> None:
+
+def note_run(run: Run, folder: pathlib.Path, start: int, step: int) -> None:
   """Writes run.json: where a run starts, its workload, and what each process ran with.
 
   Args:
@@ -101,14 +108,13 @@ def note_run(run: Run, folder: pathlib.Path, start: int, step: int, environment:
     folder: of the run.
     start: the global step before its first one.
     step: the global step that this process goes on from.
-    environment: what the bits depend on, apart from the settings.
   """
-  path, workload = folder / "run.json", run.model.workload
+  path = folder / "run.json"
   before = files.read_json(path, {"processes": []})["processes"]
+  environment = installed.environment()  # what the bits depend on, apart from the settings
   # A process from the same step on did nothing that was saved.
   kept = [p for p in before if p["from"] < step]
   if not kept or kept[-1]["environment"] != environment:
     kept.append({"from": step, "environment": environment})
-  described = workloads.describe(workload) | {"batch_size": workload.batch_size}
-  found = {"start": start, "workload": described, "processes": kept}
+  found = {"start": start, "workload": workloads.describe(run.model.workload), "processes": kept}
   files.write_atomically(path, json.dumps(found, indent=1) + "\n")

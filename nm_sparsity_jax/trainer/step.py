@@ -28,10 +28,10 @@ from nm_sparsity_jax.training.rules import Rules
 from nm_sparsity_jax.training.transform import dense_params, sparse
 
 # Logical axis -> mesh axis, as in T5X's standard rules; all others are whole on each device.
-AXIS_RULES = (
+AXIS_RULES = [
   ("batch", "data"), ("vocab", "model"), ("mlp", "model"), ("heads", "model"),
   ("joined_kv", "model"),
-)  # fmt: skip
+]  # fmt: skip
 NORMS = ("grad_norm", "update_norm")  # the sums that the step adds to a workload's
 
 
@@ -51,7 +51,7 @@ class TrainState:
   params: Any
   opt_state: Any
   collections: Any
-  average: Any = struct.field(default_factory=dict)
+  average: Any
 
   @property
   def sparse_step(self) -> jax.Array:
@@ -62,11 +62,6 @@ class TrainState:
   def masks(self) -> Any:
     """Returns what `nms.init_state` keeps; `{}` for recipes without state."""
     return self.opt_state.masks
-
-  @property
-  def dense(self) -> Any:
-    """Returns the dense parameters W."""
-    return dense_params(self.params, self.opt_state)
 
 
 class Model:
@@ -91,7 +86,7 @@ class Model:
     ema_decay: float | None = None,
   ):
     self.workload, self.ema_decay = workload, ema_decay
-    self.given_rules = Rules({".*": Dense()}) if rules is None else rules
+    rules = Rules({".*": Dense()}) if rules is None else rules
     devices = jax.local_devices() if devices is None else devices
     if len(devices) % num_partitions:
       raise ValueError(
@@ -116,12 +111,12 @@ class Model:
         "logical axes to be shared along. Leave it out."
       )
     # As stored: a scan stacks kernels, which moves the axis of their groups.
-    self.rules = self.given_rules if axes is None else self.given_rules.with_logical_axes(axes)
+    self.rules = rules if axes is None else rules.with_logical_axes(axes)
     self.rules.assign(self.shapes)  # rules that do not fit are refused before data are read
     self._shardings = {}  # path of a parameter -> its shape, its sharding
     if axes is not None:
       names = partitioning.get_axis_names(axes)
-      specs = dict(flatten(spmd.logical_to_mesh_sharding(names, self.mesh, list(AXIS_RULES))))
+      specs = dict(flatten(spmd.logical_to_mesh_sharding(names, self.mesh, AXIS_RULES)))
       by_path = dict(flatten(self.shapes))
       self._shardings = {path: (by_path[path].shape, s) for path, s in specs.items()}
     self.rules = self.rules.with_shardings(self.shardings(self.shapes))
@@ -133,7 +128,7 @@ class Model:
     def traced(*args):
       # `jax.set_mesh` cannot be entered by a trace, and around each call it would hide `lower`.
       with jax.sharding.use_abstract_mesh(self.mesh.abstract_mesh):
-        with nn.logical_axis_rules(list(AXIS_RULES)):
+        with nn.logical_axis_rules(AXIS_RULES):
           return function(*args)
 
     return jax.jit(traced, **kwargs)
@@ -183,14 +178,14 @@ class Model:
     params: Any,
     optimizer: optax.GradientTransformation,
     step: int,
-    collections: Mapping[str, Any] | None = None,
+    collections: Mapping[str, Any],
   ) -> TrainState:
     """Returns the state of a new run from these variables, which are donated."""
     make = functools.partial(self._begin, optimizer=optimizer, step=step)
     shardings = jax.tree.map(lambda x: x.sharding, self.state_like(optimizer))
     # Without shardings XLA would lay the moments out as it likes, and donation would fail later.
     made = self.jit(make, out_shardings=shardings, donate_argnums=(0, 1))
-    return made(params, dict(collections or {}))
+    return made(params, collections)
 
   def state_like(self, optimizer: optax.GradientTransformation) -> TrainState:
     """Returns shapes, dtypes and shardings of what `begin` makes."""
@@ -229,8 +224,7 @@ class Model:
 
     def step(variables, batch):
       collections = {name: x for name, x in variables.items() if name != "params"}
-      loss, sums, _ = self.workload.loss(variables["params"], collections, batch, None)
-      return {**sums, "loss": loss}
+      return self._loss(variables["params"], collections, batch, None)[1][0]
 
     return self.jit(step)
 
@@ -281,28 +275,30 @@ class Model:
 
     def before(state: TrainState, batch):
       grads = self._gradient(state, batch, rng, microbatches)[2]
-      dense, at = state.dense, (self.rules, state.sparse_step, state.masks)
+      dense = dense_params(state.params, state.opt_state)
+      at = self.rules, state.sparse_step, state.masks
       # The gradient is one of W~; statistics of the optimizer's are of W's.
       _, pull_back = jax.vjp(lambda w: apply.sparsify(w, *at), dense)
       return metrics.before(dense, *at, *pull_back(grads))
 
     def after(state: TrainState, seen: metrics.Before):
-      dense, moments = state.dense, metrics.second_moments(state.opt_state, state.dense)
+      dense = dense_params(state.params, state.opt_state)
+      moments = metrics.second_moments(state.opt_state, dense)
       at = self.rules, state.sparse_step, state.masks
       return metrics.summary(dense, *at, moments=moments, seen=seen)
 
     return self.jit(before), self.jit(after, out_shardings=self.replicated)
 
+  def _loss(self, params, collections, batch, key):
+    """Returns the summed loss, and beside it all sums of the batch and the new collections."""
+    loss, sums, collections = self.workload.loss(params, collections, batch, key)
+    return loss, ({**sums, "loss": loss}, dict(collections))
+
   def _gradient(self, state: TrainState, batch, rng, parts):
     """Returns the sums of a batch, the new collections, and the mean loss's gradient."""
     # A key of the step, so a resumed run draws what it would have drawn.
     key = jax.random.fold_in(rng, state.step)
-
-    def loss_of(params, collections, batch, key):
-      loss, sums, collections = self.workload.loss(params, collections, batch, key)
-      return loss, ({**sums, "loss": loss}, dict(collections))
-
-    grad = jax.grad(loss_of, has_aux=True)
+    grad = jax.grad(self._loss, has_aux=True)
 
     def add(carry, x):
       (sums, collections), so_far = carry
@@ -319,7 +315,7 @@ class Model:
       cut = lambda x: jnp.swapaxes(x.reshape(-1, parts, *x.shape[1:]), 0, 1)
       cuts = jax.tree.map(cut, dict(batch))
       first = jax.tree.map(lambda x: x[0], cuts)
-      like = jax.eval_shape(loss_of, state.params, state.collections, first, key)[1][0]
+      like = jax.eval_shape(self._loss, state.params, state.collections, first, key)[1][0]
       zero = jax.tree.map(jnp.zeros_like, (like, state.params))
       begin = (zero[0], state.collections), zero[1]
       ((sums, collections), grads), _ = jax.lax.scan(add, begin, (jnp.arange(parts), cuts))

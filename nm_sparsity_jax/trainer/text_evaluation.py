@@ -24,8 +24,6 @@ from nm_sparsity_jax.trainer import data, evaluation
 from nm_sparsity_jax.trainer.workloads import decoding
 from nm_sparsity_jax.trainer.workloads.base import Batch, filled
 
-DECODERS = ("beam", "greedy")
-
 
 @dataclasses.dataclass(eq=False, kw_only=True)
 class Evaluation(evaluation.Splits):
@@ -51,21 +49,28 @@ class Evaluation(evaluation.Splits):
   num_examples: int | None = None
 
   def __post_init__(self):
-    if self.decoder not in DECODERS:
-      raise ValueError(f"DECODER={self.decoder!r}: choose one of {', '.join(DECODERS)}.")
+    searches: dict[str, Callable] = {
+      "beam": functools.partial(decoding.beam_search, beams=self.num_decodes),
+      "greedy": decoding.greedy,
+    }
+    if self.decoder not in searches:
+      raise ValueError(f"DECODER={self.decoder!r}: choose one of {', '.join(searches)}.")
     self.model.check_batch(self.batch_size)
     self._source = self.model.workload.data
     self._name: str = self.name or self._source.name
     seqio = data.import_seqio(self._source.module)
-    data.check_vocabulary(self._name, self.model.workload.network_config.vocab_size)
+    for name in {self._source.name, self._name}:  # what is trained on, and what is evaluated
+      data.check_vocabulary(name, self.model.workload.network_config.vocab_size)
     known = seqio.get_subtasks(seqio.get_mixture_or_task(self._name))
     self._tasks = [task for task in known if self.split in task.splits]
     if not self._tasks:
       raise ValueError(f"EVAL_SPLIT={self.split!r}: no task of {self._name} has that split.")
+    network = self.model.workload.network
+    eos = self._tasks[0].output_features["targets"].vocabulary.eos_id or 1
+    search = functools.partial(searches[self.decoder], network, eos_id=eos)
     # The search loops to a static length, so there is a program for each.
-    self._search = self.model.jit(self._searched, static_argnums=2)
+    self._search = self.model.jit(search, static_argnums=2)
     self._dataset = functools.cache(self._read)  # its graph is half a second's work
-    self._eos = self._tasks[0].output_features["targets"].vocabulary.eos_id or 1
 
   def splits(self) -> Mapping[str, Iterator[Batch]]:
     """Returns task -> batches for teacher forcing."""
@@ -75,9 +80,11 @@ class Evaluation(evaluation.Splits):
 
   def rows(self) -> Callable[[str], int]:
     """Returns path -> rows that the kernel sees at once."""
-    config, lengths = self.model.workload.network_config, self._source.lengths or {}
-    inputs = lengths.get("inputs", 1)
-    return inference_tree.rows_of(config, self.batch_size, inputs, self.num_decodes)
+    workload = self.model.workload
+    inputs = workload.lengths["inputs"]
+    return inference_tree.rows_of(
+      workload.network_config, self.batch_size, inputs, self.num_decodes
+    )
 
   @functools.cached_property
   def _seqio(self) -> Any:
@@ -158,9 +165,3 @@ class Evaluation(evaluation.Splits):
       found = self._search(params, self.model.put(batch)["encoder_input_tokens"], length)
       # The batch is filled up to its size, so it has more rows than there are indices.
       yield from zip(indices.tolist(), *(np.asarray(x).tolist() for x in found), strict=False)
-
-  def _searched(self, params, inputs, length):
-    network = self.model.workload.network
-    if self.decoder == "greedy":
-      return decoding.greedy(network, params, inputs, length, self._eos)
-    return decoding.beam_search(network, params, inputs, length, self.num_decodes, self._eos)

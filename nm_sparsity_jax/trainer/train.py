@@ -23,7 +23,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from nm_sparsity_jax.core import installed
+from nm_sparsity_jax.core.files import whole
 from nm_sparsity_jax.deploy import inference_tree
 from nm_sparsity_jax.runs import checkpoint_rules, files, lock, orbax
 from nm_sparsity_jax.runs import folders as run_folders
@@ -54,15 +54,15 @@ def train(run: Run, settings: Mapping[str, Any] | None = None, config: str = "")
   Returns:
     0, also after SIGTERM, when a checkpoint has been saved; 130 after an interrupt.
   """
-  folder = check(run, settings or {})
+  settings = settings or {}
+  folder = check(run, settings)
   # Of two processes each would remove what the other writes.
   with lock.hold(folder), orbax.quiet(), Signals() as stop:
-    run_settings.refuse_changed(folder, settings or {})  # another process may have begun since
     with checkpoints.Checkpoints(folder, run.keep_checkpoints) as saved:
       process = _Process(run, saved, stop)
       state, key = process.start()
       # Nothing is written before: a run that is refused leaves what is in its folder.
-      run_settings.write(folder, settings or {})
+      run_settings.write(folder, settings)
       files.write_atomically(folder / "config.gin", config)
       return process.go(state, key)
 
@@ -73,9 +73,7 @@ def check(run: Run, settings: Mapping[str, Any]) -> pathlib.Path:
   # What is refused cheaply is refused before data are read, Orbax starts or a folder is made.
   run.check()
   run_settings.refuse_changed(folder, settings)
-  run.model.workload.check()
-  if run.evaluation is not None:
-    run.evaluation(run.model)  # made once to check itself: a wrong EVAL_SPLIT is refused here
+  run.check_data()
   return folder
 
 
@@ -115,7 +113,7 @@ class _Process:
     run, model = self.run, self.run.model
     # Both come from the seed alone, so a resumed run has the same dropout.
     init_key, key = jax.random.split(jax.random.PRNGKey(run.random_seed))
-    if found := self.saved.steps():
+    if found := run_folders.steps(self.saved.folder):
       state = self.saved.restore(found[-1], model.state_like(run.optimizer), model)
       # What is later is of a checkpoint that was never completed.
       noted = run_folders.evaluations(self.saved.folder)
@@ -140,10 +138,8 @@ class _Process:
     """Does the rest of a run; returns the exit code, as `train` does."""
     run, folder = self.run, self.saved.folder
     first, last = self.offset + self.done, self.offset + run.sparse_steps
-    note_run(run, folder, self.offset, first, installed.environment())
+    note_run(run, folder, self.offset, first)
     reports.say(f"{folder}: from step {first:,} to {last:,}")
-    if state.average:
-      reports.say("  evaluations use the moving average of the parameters")
     with contextlib.closing(writers.Curves(folder, run.tracker)) as self.curves:
       self._steps(state, key)
       self.saved.wait()
@@ -189,7 +185,14 @@ class _Process:
     self.pending = None
     sums, written = jax.device_get((sums, dict(sampled)))
     at = self.offset + done
-    self._refuse_not_finite(sums, at)
+    if wrong := [name for name, x in sums.items() if not np.isfinite(x)]:
+      with contextlib.suppress(ValueError):  # the error of an earlier save
+        self.saved.wait()
+      raise ValueError(
+        f"{', '.join(wrong)} of step {at}: not finite. The last good step is {at - 1}, the newest "
+        f"checkpoint {self.saved.newest()}; nothing was saved since. Lower LEARNING_RATE or "
+        "lengthen WARMUP_STEPS, with another MODEL_DIR."
+      )
     self.summed += 1
     self.sums = {name: self.sums.get(name, 0.0) + float(x) for name, x in sums.items()}
     if done == self.run.sparse_steps or _is_time(self.run.stats_period, done):
@@ -198,19 +201,6 @@ class _Process:
       self.summed, self.sums = 0, {}
     if written:
       self.curves.write("train", at, written)
-
-  def _refuse_not_finite(self, sums: Mapping[str, Any], at: int) -> None:
-    wrong = {name for name, x in sums.items() if not np.isfinite(x)}
-    if not wrong:
-      return
-    with contextlib.suppress(ValueError):  # the error of an earlier save
-      self.saved.wait()
-    what = "gradient or update" if wrong <= set(NORMS) else "loss"
-    raise ValueError(
-      f"the {what} of step {at} is not finite. The last good step is {at - 1}, the newest "
-      f"checkpoint {self.saved.newest()}; nothing was saved since. Lower LEARNING_RATE or lengthen "
-      "WARMUP_STEPS, with another MODEL_DIR."
-    )
 
   def _means(self, done: int) -> dict[str, float]:
     """Returns what is written of the steps since the last report."""
@@ -240,8 +230,7 @@ class _Process:
     """Saves after a look at every step so far: a state that is not finite is never saved."""
     self._look()
     self.curves.flush()
-    tree = checkpoints.to_tree(state)
-    self.saved.save(self.offset + self.done, tree)
+    self.saved.save(self.offset + self.done, checkpoints.to_tree(state))
 
   def _evaluate(self, state: TrainState) -> None:
     """Evaluates a saved state, unless that is done already."""
@@ -249,7 +238,7 @@ class _Process:
     if self.evaluator is None or step in self.entries:
       return
     found = self.evaluator.evaluate(run.model.variables(state), step)
-    _tell(found, run.model, step, self.curves, reports.say)
+    _tell(found, step, self.curves, reports.say)
     self.curves.flush()
     at_target = reports.at_target(run.model.rules, run.model.shapes, self.done)
     self.entries[step] = entry(step, found, at_target, run.model.workload)
@@ -262,11 +251,11 @@ def _is_time(period: int | None, done: int) -> bool:
   return bool(period) and done % period == 0
 
 
-def _tell(found: Found, model: Model, step: int, curves: writers.Curves, say: Callable) -> None:
+def _tell(found: Found, step: int, curves: writers.Curves, say: Callable) -> None:
   """Writes and prints what an evaluation found."""
   for task, scalars in found.scalars.items():
     curves.write(f"training_eval/{task}", step, scalars)
-    words = [f"{name} {scalars[name]:.4f}" for name in model.workload.headline]
+    words = [f"{name} {scalars[name]:.4f}" for name in ("loss", "accuracy") if name in scalars]
     say(f"  {task}: {', '.join(words)}")
   for task, values in found.metrics.items():
     curves.write(f"inference_eval/{task}", step, values)
@@ -283,7 +272,7 @@ def evaluate(
   output_dir: str,
   config: str = "",
   memory: bool = False,
-) -> int:
+) -> None:
   """Evaluates one checkpoint, of this runner or of T5X, with the weights of its step.
 
   Args:
@@ -293,17 +282,13 @@ def evaluate(
     output_dir: gets what training writes for an evaluation.
     config: the text for config.gin.
     memory: keep all kernels of a packed file packed, also where a dense product is faster.
-
-  Returns:
-    0.
   """
-  evaluator, variables, step = _open(model, evaluation, checkpoint, output_dir, memory)
-  with _alone_in(evaluator.folder, config) as folder:
+  opened = _opened(model, evaluation, checkpoint, output_dir, config, memory)
+  with opened as (evaluator, variables, step):
     found = evaluator.evaluate(variables, step)
-    with contextlib.closing(writers.Curves(folder)) as curves:
-      _tell(found, evaluator.model, step, curves, print)
+    with contextlib.closing(writers.Curves(pathlib.Path(evaluator.folder))) as curves:
+      _tell(found, step, curves, print)
       curves.flush()  # `close` raises no error of a full disk
-  return 0
 
 
 def infer(
@@ -313,7 +298,7 @@ def infer(
   output_dir: str,
   config: str = "",
   memory: bool = False,
-) -> int:
+) -> None:
   """Writes the predictions of one checkpoint: TASK-predict.jsonl-00000-of-00001, as t5x.infer does.
 
   A line is {"inputs": {"idx": 3, "inputs_pretokenized": ...}, "prediction": "entailment"}. Of a
@@ -328,37 +313,24 @@ def infer(
     output_dir: gets the files.
     config: the text for config.gin.
     memory: keep all kernels of a packed file packed, also where a dense product is faster.
-
-  Returns:
-    0.
   """
-  evaluator, variables, _ = _open(model, evaluation, checkpoint, output_dir, memory)
-  with _alone_in(evaluator.folder, config) as folder:
+  opened = _opened(model, evaluation, checkpoint, output_dir, config, memory)
+  with opened as (evaluator, variables, _):
     for name, rows in evaluator.predictions(variables):
-      count, path = 0, folder / f"{name}-predict.jsonl-00000-of-00001"
-      with files.whole_file(path) as unfinished, unfinished.open("w", encoding="utf-8") as file:
+      count, path = 0, f"{evaluator.folder}/{name}-predict.jsonl-00000-of-00001"
+      with whole(path, replace=True) as unfinished, unfinished.open("w", encoding="utf-8") as file:
         for count, (inputs, prediction) in enumerate(rows, 1):  # noqa: B007
           line = {"inputs": inputs, "prediction": prediction}
           # JSON has no NaN: what reads the file would fail on it, far from here.
           file.write(json.dumps(line, allow_nan=False) + "\n")
       print(f"  {name}: {count:,} predictions")
-  return 0
 
 
 @contextlib.contextmanager
-def _alone_in(name: str, config: str) -> Iterator[pathlib.Path]:
-  """Holds the folder that `evaluate` and `infer` write to."""
-  # Two processes would write into one unfinished file, and a mix of both would get its name.
-  with lock.hold(name):
-    folder = pathlib.Path(name)
-    files.write_atomically(folder / "config.gin", config)
-    yield folder
-
-
-def _open(
-  model: Model, evaluation: Any, checkpoint: str, output_dir: str, memory: bool
-) -> tuple[Any, dict[str, Any], int]:
-  """Returns an evaluator, the variables of a checkpoint, and its global step; writes nothing.
+def _opened(
+  model: Model, evaluation: Any, checkpoint: str, output_dir: str, config: str, memory: bool
+) -> Iterator[tuple[Any, dict[str, Any], int]]:
+  """Yields an evaluator, the variables of a checkpoint, and its global step; holds the folder.
 
   The arguments are those of `evaluate`.
   """
@@ -371,14 +343,15 @@ def _open(
   if stored.packed is None:
     variables = checkpoints.load_for_evaluation(stored, model)
     about = f"step {stored.step or 0:,}, sparse step {stored.sparse_step or 0:,}"
-    about += ", the moving average of its parameters" if stored.average else ""
   else:
     model, about = checkpoints.packed_model(stored, model), "packed"
     # An evaluator runs the network of its model, and that of a packed file has no scan.
     evaluator = evaluation(model, str(folder))
-    held = stored.packed()
     # Whether a packed product is faster depends on the rows that a layer sees at once.
-    params = inference_tree.prepare(held["params"], evaluator.rows(), memory=memory)
-    variables = jax.device_put({**held, "params": params}, model.replicated)
+    params = inference_tree.prepare(stored.packed["params"], evaluator.rows(), memory=memory)
+    variables = jax.device_put({**stored.packed, "params": params}, model.replicated)
   print(f"{stored.path}: {about}")
-  return evaluator, variables, stored.step or 0
+  # Two processes would write into one unfinished file, and a mix of both would get its name.
+  with lock.hold(folder):
+    files.write_atomically(folder / "config.gin", config)
+    yield evaluator, variables, stored.step or 0

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 
 from nm_sparsity_jax.integrations import gin_files
-from nm_sparsity_jax.trainer.workloads.t5 import T5, tokens
+from nm_sparsity_jax.trainer.workloads.t5 import T5
 from nm_sparsity_jax.training.rules import Rules
 
 
@@ -105,18 +105,17 @@ class Plan:
   def _t5x(self) -> None:
     """Makes T5X's model and its train state."""
     model = self.config.argument("model")
+    self.workload = T5(model.module, lengths=self.config.get("TASK_FEATURE_LENGTHS"))
     self.state = self.t5x_programs(model).state
     self.variables = {"params": self.state.params}
     self.model = model
     # A model class of T5X's own has none; `build` then asks for RULES.
     self.rules = getattr(model, "stored_rules", None)
-    self.workload = T5(model.module, lengths=self.config.get("TASK_FEATURE_LENGTHS"))
 
   def batch(self) -> dict[str, Any]:
     """Returns the shapes of a training batch of T5X."""
     packed = bool(getattr(self.config.argument("train_dataset_cfg"), "pack", False))
-    lengths = self.config.get("TASK_FEATURE_LENGTHS")
-    return dict(tokens(lengths, self.number("BATCH_SIZE") or 1, packed))
+    return dict(self.workload.tokens(self.number("BATCH_SIZE") or 1, packed))
 
   def t5x_programs(self, model: Any, devices: Sequence[Any] | None = None) -> Any:
     """Returns the programs of a T5X run that trains a model.

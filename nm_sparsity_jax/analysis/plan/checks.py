@@ -175,8 +175,8 @@ def _sections(plan: Plan, stored: checkpoint.Stored, resuming: bool) -> dict[str
       "OPTIMIZER and the model file of the config.gin in its folder"
     )
   _check_parameters(plan, stored.path, {key: wanted[key] for key in load}, leaves)
-  used = {leaves[key].key for key in load}
-  dropped = [key for key in stored.leaves if key not in used]
+  used = {leaves[key] for key in load}  # the transformations may have moved them
+  dropped = [key for key, x in stored.leaves.items() if x not in used]
   kinds = {"load": load, "initialise": missing, "drop": dropped}
   sections: dict[str, dict[str, int]] = {}  # by the first word of a key, such as 'target'
   for kind, keys in kinds.items():

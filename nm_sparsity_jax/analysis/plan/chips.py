@@ -18,7 +18,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from nm_sparsity_jax.analysis import compiled, topology
 from nm_sparsity_jax.analysis.plan.build import Plan
 from nm_sparsity_jax.recipes import recipe
-from nm_sparsity_jax.trainer.workloads.t5 import T5, tokens
+from nm_sparsity_jax.trainer.workloads.t5 import T5
 from nm_sparsity_jax.training.rules import Rules
 
 _TOO_LARGE = re.compile(r"\(([\d.]+[KMGT])\) exceeds available HBM \(([\d.]+[KMGT])\)")
@@ -63,7 +63,7 @@ def _local(plan: Plan, devices: Sequence[Any], rules: Rules | None) -> Any:
   run, workload = plan.run, plan.workload
   model = Model(
     workload=workload,
-    rules=run.model.given_rules if rules is None else rules,
+    rules=run.model.rules if rules is None else rules,
     num_partitions=plan.partitions,
     devices=devices,
     ema_decay=run.model.ema_decay,
@@ -71,7 +71,7 @@ def _local(plan: Plan, devices: Sequence[Any], rules: Rules | None) -> Any:
   model.check_batch(workload.batch_size, run.microbatches)
   if isinstance(workload, T5):  # shapes are enough: no task is read
     is_packed = workload.data is not None and workload.data.pack
-    batch = tokens(workload.lengths, workload.batch_size, is_packed)
+    batch = workload.tokens(workload.batch_size, is_packed)
   else:
     batch = next(iter(workload.batches(0, 0)))
   over_rows = NamedSharding(model.mesh, PartitionSpec("data"))

@@ -14,6 +14,7 @@ import re
 import zipfile
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
+from nm_sparsity_jax.core.files import whole
 from nm_sparsity_jax.runs import files, glue
 
 TASKS = {name: task for name, task in glue.TASKS.items() if task.file}
@@ -127,6 +128,6 @@ def write(path: str | pathlib.Path, tables: Mapping[str, bytes]) -> None:
     path: the zip; one that is there is replaced.
     tables: what `make` returned.
   """
-  with files.whole_file(path) as unfinished, zipfile.ZipFile(unfinished, "w") as archive:
+  with whole(path, replace=True) as unfinished, zipfile.ZipFile(unfinished, "w") as archive:
     for table, data in tables.items():
       archive.writestr(zipfile.ZipInfo(table), data, zipfile.ZIP_DEFLATED)  # of 1980-01-01

@@ -227,7 +227,7 @@ def _steps(sweep: Sweep, run: Run, data: bool) -> int:
           "a gin file give SPARSITY_RULES without any, {'ff': None}."
         )
       if data:
-        made.model.workload.check()
+        made.check_data()
       steps = made.sparse_steps
     # Of every run: a folder that is there may have other settings.
     run_settings.refuse_changed(run.folder, train.settings_of(config.settings("Run")))

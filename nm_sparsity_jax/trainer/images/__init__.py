@@ -37,10 +37,10 @@ class Source(abc.ABC):
 
   @abc.abstractmethod
   def splits(self) -> Mapping[str, Iterable[Batch]]:
-    """Returns name -> the finite batches of an evaluation; the last one is filled up."""
+    """Returns name -> the finite batches of an evaluation; the last one is filled up.
 
-  def check(self) -> None:  # noqa: B027 (not every source can be damaged)
-    """Raises ValueError where the data cannot be read; called before the first step."""
+    It is called before the first step, and raises ValueError where there are no images.
+    """
 
 
 def batch_of(images: np.ndarray, labels: np.ndarray, size: int) -> Batch:

@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 
 from nm_sparsity_jax.core.errors import quiet
+from nm_sparsity_jax.runs import files
 from nm_sparsity_jax.trainer import images
 from nm_sparsity_jax.trainer.images import augment, rebus
 
@@ -89,10 +90,6 @@ class Indexed(images.Source):
   def read(self, example: Any) -> tuple[Any, int]:
     """Returns Pillow's picture of an example, RGB, and its label."""
 
-  def check(self) -> None:
-    """Raises ValueError where the tables cannot be made."""
-    len(self.tables["train"])
-
   def train(self, seed: int, start: int) -> Iterator[images.Batch]:
     """Returns endless batches; batch i is a function of (seed, i)."""
     import grain
@@ -143,22 +140,19 @@ class Folder(Indexed):
   @functools.cached_property
   def tables(self) -> Mapping[str, Sequence[tuple[pathlib.Path, int]]]:
     """Returns the files of each split."""
-    # Sorted: the order of a folder differs between file systems.
-    files = [
-      p for p in sorted(pathlib.Path(self.data).glob("*/*/*")) if p.suffix.lower() in SUFFIXES
-    ]
     # Also a class without images counts: a label is a position among them.
     names = sorted(path.name for path in pathlib.Path(self.data).glob("train/*/"))
-    strange = sorted({path.parts[-2] for path in files} - {*names})
-    if not names or strange:
-      raise ValueError(
-        f"DATA={self.data!r} has no images train/{', '.join(strange) if names else 'CLASS'}/"
-        f"*{'|'.join(SUFFIXES)}: put them there, and others into validation/CLASS/."
-      )
-    tables: dict[str, list[tuple[pathlib.Path, int]]] = {}
-    for path in files:
+    tables: dict[str, list[tuple[pathlib.Path, int]]] = {"train": []}
+    # Sorted: the order of a folder differs between file systems.
+    for path in sorted(pathlib.Path(self.data).glob("*/*/*")):
       split, name = path.parts[-3:-1]
+      if path.suffix.lower() not in SUFFIXES:
+        continue
+      if name not in names:
+        raise ValueError(f"DATA: {path} is of a class without a folder train/{name}/. Make one.")
       tables.setdefault(split, []).append((path, names.index(name)))
+    if not tables["train"]:
+      raise ValueError(f"DATA={self.data!r} has no images train/CLASS/*{'|'.join(SUFFIXES)}.")
     return tables
 
   def read(self, example: tuple[pathlib.Path, int]) -> tuple[Any, int]:
@@ -166,11 +160,8 @@ class Folder(Indexed):
     from PIL import Image
 
     path, label = example
-    try:
-      with Image.open(path) as picture:
-        return picture.convert("RGB"), label
-    except (OSError, SyntaxError, ValueError) as e:  # a PNG's reader raises SyntaxError
-      raise ValueError(f"DATA: {path} cannot be read ({e}): it is damaged. Take it out.") from e
+    with files.named(path), Image.open(path) as picture:
+      return picture.convert("RGB"), label
 
 
 class Tfds(Indexed):
@@ -184,17 +175,13 @@ class Tfds(Indexed):
   """
 
   @functools.cached_property
-  def _builder(self) -> Any:
-    with quiet():  # TensorFlow writes past Python
-      import tensorflow_datasets as tfds
-    return tfds.builder(self.data, data_dir=self.folder, file_format="array_record")
-
-  @functools.cached_property
   def tables(self) -> Mapping[str, Any]:
     """Returns 'train', and what is evaluated."""
-    splits = self._builder.info.splits
-    evaluated = [name for name in ("validation", "test") if name in splits][:1]
-    return {name: self._builder.as_data_source(split=name) for name in ("train", *evaluated)}
+    with quiet():  # TensorFlow writes past Python
+      import tensorflow_datasets as tfds
+    builder: Any = tfds.builder(self.data, data_dir=self.folder, file_format="array_record")
+    evaluated = [name for name in ("validation", "test") if name in builder.info.splits][:1]
+    return {name: builder.as_data_source(split=name) for name in ("train", *evaluated)}
 
   def read(self, example: Mapping[str, Any]) -> tuple[Any, int]:
     """Returns the picture of an example, and its label."""

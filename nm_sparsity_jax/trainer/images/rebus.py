@@ -27,6 +27,7 @@ from nm_sparsity_jax.trainer.images import Batch, Source, batch_of
 GLYPHS, CLASSES, CELL, CELLS, CHANNELS = 20, 10, 8, 4, 3
 SIZE, VALIDATION = 16, 2048
 ONE = 4096  # 1.0, as a whole number
+NOISE = 0.4  # its deviation; that of a glyph is 1
 _PAIRS = np.array([(i, j) for i in range(CELLS) for j in range(CELLS) if i != j])
 _GAMMA = np.uint64(0x9E3779B97F4A7C15)
 _EACH = 8  # words that say what a picture shows
@@ -86,7 +87,7 @@ def _task() -> tuple[np.ndarray, np.ndarray]:
   return shifted, table.reshape(GLYPHS, GLYPHS).astype(np.int32)
 
 
-def pictures(key: tuple[int, ...], count: int, noise: float = 0.4) -> tuple[np.ndarray, np.ndarray]:
+def pictures(key: tuple[int, ...], count: int) -> tuple[np.ndarray, np.ndarray]:
   """Returns pictures and their labels: a function of the arguments.
 
       images, labels = pictures((0, 1), 128)  # float32 [128, 16, 16, 3], int32 [128]
@@ -94,7 +95,6 @@ def pictures(key: tuple[int, ...], count: int, noise: float = 0.4) -> tuple[np.n
   Args:
     key: of the stream, such as a seed and the number of a batch.
     count: of pictures.
-    noise: its deviation; that of a glyph is 1.
   """
   glyphs, table = _task()
   draws = words(*key, 1, count=count * _EACH).reshape(count, _EACH)
@@ -103,7 +103,7 @@ def pictures(key: tuple[int, ...], count: int, noise: float = 0.4) -> tuple[np.n
   where = _PAIRS[pick(2, len(_PAIRS))]
   shape = count, CELLS, CELL, CELL, CHANNELS
   # One rounding on the host; all that follows is whole numbers.
-  scale = round(noise * ONE * 256 / 147.8)  # of 256
+  scale = round(NOISE * ONE * 256 / 147.8)  # of 256
   image = _noise(words(*key, 2, count=math.prod(shape) // 2)).reshape(shape)
   image = (image * np.int32(scale)) >> 8
   rows = np.arange(count)

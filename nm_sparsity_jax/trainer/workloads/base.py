@@ -15,7 +15,7 @@ import abc
 import dataclasses
 import logging
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -56,22 +56,18 @@ class Workload(abc.ABC):
   Where rules are to name kernels by roles such as 'ff', your module also calls
   `nm_sparsity_jax.training.roles.register`; regexes for whole paths need nothing.
 
-  A batch is a flat dict of arrays. Their first axis counts examples, as many in every batch.
+  A batch is a flat dict of arrays. Their first axis counts examples, as many in every batch. Where
+  rows only fill it, an array 'real' is 0 for them: they get no prediction.
 
   Attributes:
     weight: which of the sums divides the others; also the unit of the throughput that is printed.
-    headline: which of the scalars an evaluation prints as its loss line.
     batch_size: examples of a training batch.
-    real: which array of a batch is 0 where a row only fills it, so that it gets no prediction;
-      None = each row is an example.
     network_config: what its variables do not reveal of a network, such as the window of a Swin V2.
       Weights of timm or Hugging Face, and checkpoints of other runs, are compared with it.
   """
 
   weight: str = "examples"
-  headline: Sequence[str] = ("loss",)
   batch_size: int
-  real: str | None = None
   network_config: Any = None
 
   @abc.abstractmethod
@@ -117,7 +113,10 @@ class Workload(abc.ABC):
 
   @abc.abstractmethod
   def splits(self) -> Mapping[str, Iterable[Batch]]:
-    """Returns name -> the finite batches that an evaluation goes through."""
+    """Returns name -> the finite batches that an evaluation goes through.
+
+    A run calls it before its first step: raise a ValueError where the data are not there.
+    """
 
   def predict(self, params: Any, state: Mapping[str, Any], batch: Batch) -> Mapping[str, jax.Array]:
     """Returns what the model says of each row of a batch; `nm-sparsity infer` writes it.
@@ -171,9 +170,6 @@ class Workload(abc.ABC):
     forward = lambda params, state, batch: self.loss(params, state, batch, None)
     return flops.forward(forward, params, variables, self.example())
 
-  def check(self) -> None:  # noqa: B027 (not every workload has data to check)
-    """Raises ValueError where data do not fit the model; called before the first step."""
-
 
 def filled(batch: Batch, size: int) -> dict[str, np.ndarray]:
   """Returns a batch of `size` rows; those that are missing are all zero."""
@@ -193,23 +189,16 @@ def less_by_name(metric: str) -> bool:
 def describe(workload: Workload) -> dict[str, Any]:
   """Returns what run.json says of a workload: plain values.
 
-  'class': module and name; 'weight'; 'lengths' of an example, if it has such; 'ops': of its cost,
-  each a dict of the fields of `flops.Op`, or None where it cannot be traced, which is logged;
+  'ops': of its cost, each a dict of the fields of `flops.Op`, or None where it cannot be traced,
+  which is logged;
   'network_settings': those that shapes do not reveal.
   """
-  kind, config = type(workload), workload.network_config
   try:
     ops = [dataclasses.asdict(op) for op in workload.cost().ops]
   except Exception as e:  # of the user's own code: a run does without
-    _log.warning("no FLOPs of %s: %s", kind.__name__, e)
+    _log.warning("no FLOPs of %s: %s", type(workload).__name__, e)
     ops = None
   # A window, or an activation, may also be a function, '<function ...>', which JSON lacks.
-  noted = {name: getattr(config, name, None) for name in _UNSEEN}
+  noted = {name: getattr(workload.network_config, name, None) for name in _UNSEEN}
   settings = {k: x for k, x in noted.items() if type(x) in (int, tuple) and "<" not in repr(x)}
-  return {
-    "class": f"{kind.__module__}.{kind.__qualname__}",
-    "weight": workload.weight,
-    "lengths": getattr(workload, "lengths", None),
-    "ops": ops,
-    "network_settings": settings,
-  }
+  return {"ops": ops, "network_settings": settings}

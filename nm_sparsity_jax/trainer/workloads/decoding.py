@@ -38,22 +38,22 @@ def greedy(
   step, cache = _decoder(network, params, inputs, length, beams=1)
 
   def turn(carry):
-    i, tokens, cache, ids, score, ended = carry
-    logits, cache = step(cache, tokens)
+    i, cache, ids, score, ended = carry
+    logits, cache = step(cache, ids[:, i - 1])  # at first the last one: padding, so a start
     log_probs = jax.nn.log_softmax(logits)
     # An ended row goes on with padding, since all rows share the loop.
     tokens = jnp.where(ended, 0, jnp.argmax(log_probs, -1).astype(jnp.int32))
     gained = jnp.take_along_axis(log_probs, tokens[:, None], 1)[:, 0]
     score = score + jnp.where(ended, jnp.float32(0), gained)
-    return i + 1, tokens, cache, ids.at[:, i].set(tokens), score, ended | (tokens == eos_id)
+    return i + 1, cache, ids.at[:, i].set(tokens), score, ended | (tokens == eos_id)
 
   rows = inputs.shape[0]
   first = (
-    jnp.int32(0), jnp.zeros(rows, jnp.int32), cache, jnp.zeros((rows, length), jnp.int32),
-    jnp.zeros(rows, jnp.float32), jnp.zeros(rows, bool),
+    jnp.int32(0), cache, jnp.zeros((rows, length), jnp.int32), jnp.zeros(rows, jnp.float32),
+    jnp.zeros(rows, bool),
   )  # fmt: skip
   going_on = lambda carry: (carry[0] < length) & ~jnp.all(carry[-1])
-  _, _, _, ids, score, _ = lax.while_loop(going_on, turn, first)
+  _, _, ids, score, _ = lax.while_loop(going_on, turn, first)
   return ids, score
 
 
@@ -64,7 +64,6 @@ class _Beams(NamedTuple):
   cache: Any
   live_ids: jax.Array
   live_scores: jax.Array  # sums of log probabilities
-  last: jax.Array  # [b, k], the last token of each live one
   ended_ids: jax.Array
   ended_scores: jax.Array  # the same, over the length penalty
 
@@ -92,7 +91,8 @@ def beam_search(
     )
 
   def turn(s: _Beams) -> _Beams:
-    logits, cache = step(s.cache, s.last.reshape(-1))
+    # Before the first one, index -1 is padding, and so a start.
+    logits, cache = step(s.cache, s.live_ids[:, :, s.i - 1].reshape(-1))
     log_probs = jax.nn.log_softmax(logits).reshape(rows, k, -1) + s.live_scores[..., None]
     size = log_probs.shape[-1]
     # Of 2 k candidates at least k go on, for each beam ends in one way only.
@@ -105,9 +105,9 @@ def beam_search(
     ended_scores, best = lax.top_k(jnp.concatenate([s.ended_scores, ended], 1), k)
     ended_ids = take(jnp.concatenate([s.ended_ids, ids], 1), best)
     # The cache moves last, once: keys and values are the largest arrays of the loop.
-    live_ids, last, parent = take((ids, token, parent), live)
+    live_ids, parent = take((ids, parent), live)
     cache = jax.tree.map(lambda x: _of_parents(x, parent), cache)
-    return _Beams(s.i + 1, cache, live_ids, live_scores, last, ended_ids, ended_scores)
+    return _Beams(s.i + 1, cache, live_ids, live_scores, ended_ids, ended_scores)
 
   def going_on(s: _Beams):
     # A score can only fall, and the longest length divides it most: no live row ends above this.
@@ -119,9 +119,7 @@ def beam_search(
   nothing = jnp.zeros((rows, k, length), jnp.int32)
   never = jnp.full((rows, k), _NEVER, jnp.float32)
   # One live hypothesis, else all k would be the same.
-  first = _Beams(
-    jnp.int32(0), cache, nothing, never.at[:, 0].set(0.0), nothing[:, :, 0], nothing, never
-  )
+  first = _Beams(jnp.int32(0), cache, nothing, never.at[:, 0].set(0.0), nothing, never)
   end = lax.while_loop(going_on, turn, first)
   has_ended = end.ended_scores[:, 0] > _NEVER / 2
   ids = jnp.where(has_ended[:, None], end.ended_ids[:, 0], end.live_ids[:, 0])

@@ -18,28 +18,7 @@ from nm_sparsity_jax.trainer import data as text
 from nm_sparsity_jax.trainer.workloads.base import Batch, Workload
 
 PACKED = ("encoder_segment_ids", "decoder_segment_ids")
-POSITIONS = ("encoder_positions", "decoder_positions")
 LENGTHS = {"inputs": 512, "targets": 128}  # of an example, where the settings do not say
-
-
-def known_lengths(lengths: Mapping[str, int] | None) -> dict[str, int]:
-  """Returns the tokens of an example by feature: `lengths`, else `LENGTHS`."""
-  return {**LENGTHS, **(lengths or {})}
-
-
-def tokens(lengths: Mapping[str, int] | None, rows: int, packed: bool = False) -> Batch:
-  """Returns the shapes of a batch of an encoder-decoder.
-
-  Args:
-    lengths: tokens of an example, by feature.
-    rows: examples.
-    packed: whether a row holds several short ones.
-  """
-  known = known_lengths(lengths)
-  own = "decoder_input_tokens", "decoder_target_tokens", "decoder_loss_weights"
-  names = "encoder_input_tokens", *own, *((*PACKED, *POSITIONS) if packed else ())
-  length = lambda name: known["inputs" if name.startswith("encoder") else "targets"]
-  return {name: jax.ShapeDtypeStruct((rows, length(name)), jnp.int32) for name in names}
 
 
 class T5(Workload):
@@ -57,7 +36,6 @@ class T5(Workload):
   """
 
   weight = "tokens"
-  headline = ("loss", "accuracy")
 
   def __init__(
     self,
@@ -70,13 +48,10 @@ class T5(Workload):
     self.network: Any = network
     self.network_config = self.network.config
     self.data = data
-    self.lengths = known_lengths(lengths or (data.lengths if data else None))
+    self.batch_size = data.batch_size if data else 1
+    known = data.lengths if data and lengths is None else lengths
+    self.lengths = {**LENGTHS, **(known or {})}
     self.z_loss, self.label_smoothing = z_loss, label_smoothing
-
-  @property
-  def batch_size(self) -> int:  # type: ignore[override]
-    """Returns the examples of a training batch; 1 without data."""
-    return self.data.batch_size if self.data else 1
 
   def init(self, rng: jax.Array) -> Mapping[str, Any]:
     """Returns parameters, T5X's for its key, and their logical axes."""
@@ -139,10 +114,17 @@ class T5(Workload):
 
   def example(self) -> Batch:
     """Returns the shapes of one example."""
-    return tokens(self.lengths, 1)
+    return self.tokens(1)
 
-  def check(self) -> None:
-    """Raises ValueError where the vocabulary has ids that the embedding has no row for."""
-    if self.data is not None:
-      text.import_seqio(self.data.module)
-      text.check_vocabulary(self.data.name, self.network.config.vocab_size)
+  def tokens(self, rows: int, packed: bool = False) -> Batch:
+    """Returns the shapes of a batch.
+
+    Args:
+      rows: examples.
+      packed: whether a row holds several short ones.
+    """
+    own = "decoder_input_tokens", "decoder_target_tokens", "decoder_loss_weights"
+    of_packed = *PACKED, "encoder_positions", "decoder_positions"
+    names = "encoder_input_tokens", *own, *(of_packed if packed else ())
+    length = lambda name: self.lengths["inputs" if name.startswith("encoder") else "targets"]
+    return {name: jax.ShapeDtypeStruct((rows, length(name)), jnp.int32) for name in names}

@@ -25,7 +25,6 @@ from flax import linen as nn
 from nm_sparsity_jax.trainer.workloads.base import Batch, Workload
 
 LOSSES = {"softmax": optax.softmax_cross_entropy, "sigmoid": optax.sigmoid_binary_cross_entropy}
-TOP = 5
 
 
 class Images(Workload):
@@ -39,7 +38,7 @@ class Images(Workload):
 
   Args:
     network: dense, without rules of its own; see the module.
-    data: an `images.Source`.
+    data: an `images.Source`; None = nothing, for a plan.
     loss: 'softmax', the cross entropy of one label; or 'sigmoid', the binary cross entropy of each
       class, its mean over classes (timm's BCE) [LOSS].
     label_smoothing: share of the target that is spread over all classes [LABEL_SMOOTHING].
@@ -48,10 +47,6 @@ class Images(Workload):
     cutmix: alpha of the share of a row's area; a box of it shows the partner. 0 = never. With both,
       each batch takes one of them by a coin [CUTMIX].
   """
-
-  weight = "examples"
-  headline = ("loss", "accuracy")
-  real = "real"
 
   def __init__(
     self,
@@ -63,21 +58,13 @@ class Images(Workload):
     cutmix: float = 0.0,
   ):
     self.network: Any = network
-    self.network_config = self.network.config
+    self.network_config = config = self.network.config
+    self._image = 1, config.image_size, config.image_size, config.channels
     self.data, self.kind = data, loss
+    self.batch_size = data.batch_size if data else 1
     if loss not in LOSSES:
       raise ValueError(f"LOSS={loss!r}: choose one of {', '.join(LOSSES)}.")
     self.label_smoothing, self.mixup, self.cutmix = label_smoothing, mixup, cutmix
-
-  @property
-  def batch_size(self) -> int:  # type: ignore[override]
-    """Returns the images of a training batch."""
-    return self.data.batch_size
-
-  @property
-  def _image(self) -> tuple[int, int, int, int]:
-    config = self.network_config
-    return 1, config.image_size, config.image_size, config.channels
 
   def init(self, rng: jax.Array) -> Mapping[str, Any]:
     """Returns parameters and state."""
@@ -101,7 +88,7 @@ class Images(Workload):
     each = LOSSES[self.kind](logits, targets)
     # The mean over classes, as timm's BCE, so that its rates carry over.
     each = jnp.mean(each, -1) if self.kind == "sigmoid" else each
-    best = jax.lax.top_k(logits, min(TOP, logits.shape[-1]))[1]  # the lower class wins a tie
+    best = jax.lax.top_k(logits, min(5, logits.shape[-1]))[1]  # the lower class wins a tie
     hits = best == jnp.argmax(targets, -1)[:, None]
     sums = {
       "accuracy": jnp.sum(jnp.where(hits[:, 0], real, 0.0)),
@@ -145,10 +132,6 @@ class Images(Workload):
     number = jax.ShapeDtypeStruct((1,), jnp.int32)
     images = jax.ShapeDtypeStruct(self._image, jnp.float32)
     return {"image": images, "label": number, "real": number}
-
-  def check(self) -> None:
-    """Raises ValueError where the images cannot be read."""
-    self.data.check()
 
 
 # --- mixing ---------------------------------------------------------------------------------------
