@@ -13,10 +13,11 @@ import collections
 import functools
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 
 _COMPUTATION = re.compile(r"^(ENTRY )?(%[\w.-]+) \([^\n]*\{\n(.*?)^\}", re.MULTILINE | re.DOTALL)
 _LOOP = re.compile(r" while\(.*?condition=(%[\w.-]+), body=(%[\w.-]+)")
@@ -68,28 +69,20 @@ def account(compiled: Any) -> Account:
   text = compiled.as_text()
   program, memory = _Program(text), compiled.memory_analysis()
   return Account(
-    *program.cost(program.entry),
+    *program.cost(program.entry).tolist(),
     memory.temp_size_in_bytes + memory.argument_size_in_bytes,
     dict(collections.Counter(_COLLECTIVE.findall(text))),
     len(_KERNEL.findall(text)),
-    program.cost(program.entry, min).bytes,
+    program.cost(program.entry, min).tolist()[0],
     memory.peak_memory_in_bytes,
   )
 
 
-class Cost(NamedTuple):
-  """Bytes moved and FLOPs."""
-
-  bytes: float
-  flops: float
-
-
-def _sum(costs: Iterable[Cost]) -> Cost:
-  return Cost(*map(sum, zip(Cost(0.0, 0.0), *costs, strict=True)))
-
-
 class _Program:
-  """The computations of an optimized program, by name, as text."""
+  """The computations of an optimized program, by name, as text.
+
+  A cost is an array: bytes moved, FLOPs.
+  """
 
   def __init__(self, text: str):
     self.text, self.bodies = text, {}
@@ -98,37 +91,35 @@ class _Program:
       self.entry = name if entry else getattr(self, "entry", name)
     self.types = dict(_DEFINED.findall(text))
 
-  def cost(self, name: str, choose: Callable = max) -> Cost:
+  def cost(self, name: str, choose: Callable = max) -> np.ndarray:
     """Returns what one run of a computation costs, loops by their trips.
 
     Args:
       name: of the computation.
       choose: `max` takes the dearest branch of each condition, `min` the cheapest.
     """
-    return _sum([self._once(name), self._left_out(name, choose)])
+    return self._once(name) + self._left_out(name, choose)
 
-  def _left_out(self, name: str, choose: Callable) -> Cost:
+  def _left_out(self, name: str, choose: Callable) -> np.ndarray:
     """Returns what XLA's analysis leaves out: kernels, and the trips of a loop after the first."""
     body = self.bodies[name]
-    found = [self._of_kernels(body)]
+    found = np.array([self._bytes_of_kernels(body), 0.0])
     for condition, inner in _LOOP.findall(body):
-      trips, once, whole = self._trips(condition), self._once(inner), self.cost(inner, choose)
-      found.append(Cost(*(trips * w - o for w, o in zip(whole, once, strict=True))))
+      found += self._trips(condition) * self.cost(inner, choose) - self._once(inner)
     for names in _CALLED.findall(body):
-      found += [self._left_out(x, choose) for x in self._named(names)]
+      found += sum(self._left_out(x, choose) for x in self._named(names))
     for names in _BRANCHES.findall(body):
       branches = self._named(names)
+      found += choose((self.cost(x, choose) for x in branches), key=tuple)
       # XLA's analysis counts the dearest branch.
-      once = map(max, zip(*map(self._once, branches), strict=True))
-      taken = choose(self.cost(x, choose) for x in branches)
-      found.append(Cost(*(t - o for t, o in zip(taken, once, strict=True))))
-    return _sum(found)
+      found -= np.max([self._once(x) for x in branches], axis=0)
+    return found
 
   def _named(self, names: str) -> list[str]:
     return [x for x in re.findall(r"%[\w.-]+", names) if x in self.bodies]
 
   @functools.cache  # noqa: B019  (a program lives as long as its account)
-  def _once(self, name: str) -> Cost:
+  def _once(self, name: str) -> np.ndarray:
     """Returns XLA's cost analysis of a computation, which counts each loop's body once."""
     # No public way leads to a part of a program.
     from jaxlib import _hlo, _jax  # pyright: ignore[reportAttributeAccessIssue]
@@ -137,15 +128,15 @@ class _Program:
     text = text.replace(f"\n{name} (", f"\nENTRY {name} (", 1)
     module = _hlo.hlo_module_from_text("HloModule part\n" + text)
     cost = _jax.hlo_module_cost_analysis(jax.devices("cpu")[0].client, module)
-    return Cost(*(max(cost.get(key, 0.0), 0.0) for key in ("bytes accessed", "flops")))
+    return np.array([max(cost.get(key, 0.0), 0.0) for key in ("bytes accessed", "flops")])
 
-  def _of_kernels(self, body: str) -> Cost:
+  def _bytes_of_kernels(self, body: str) -> int:
     """Returns the bytes that the Pallas kernels of a computation read and write."""
     total = 0
     for result, operands in _KERNEL.findall(body):
       found = [result, *(self.types.get(x, "") for x in re.findall(r"%[\w.-]+", operands))]
       total += sum(_size(*array) for one in found for array in _ARRAY.findall(one))
-    return Cost(total, 0.0)
+    return total
 
   def _trips(self, condition: str) -> int:
     """Returns how often a loop runs: the number that its counter is compared with, or 1."""
