@@ -82,7 +82,7 @@ def devices():
   """Returns the chips of the topology, or ends with one line that says why there are none."""
   try:
     return topology.devices(ARGS.topology)
-  except topology.NoTopology as e:
+  except ValueError as e:
     sys.exit(f"error: {e}")
 
 

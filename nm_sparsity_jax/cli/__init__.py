@@ -97,9 +97,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def one_line(error: BaseException) -> str:
   """Returns an error as one line: its text, with its class where the text alone says too little."""
-  text = str(error)
-  if isinstance(error, OSError) and error.strerror:  # the system's, which numbers its sentences
-    text = f"{error.filename}: {error.strerror}" if error.filename else error.strerror
+  text = str(error).partition("In call to configurable")[0]  # gin's account of the calls follows
   # A name from outside must not control the terminal.
   text = printable(" ".join(text.split()))
   if isinstance(error, ValueError | RuntimeError | OSError | ImportError) and text:

@@ -51,7 +51,7 @@ def run(args: argparse.Namespace) -> int:
   proof = runs.export(args.checkpoint, args.out, **rules, feed_forward=args.feed_forward)
   if args.json:
     print(json.dumps(proof and proof.as_dict(), indent=2))
-    return 0 if proof is None or proof.ok else 1
-  print(f"{args.out}: the weights of {args.checkpoint}, as they were written")
-  print("It is dense: nothing to prove." if proof is None else f"\n{proof}")
+  else:
+    print(f"{args.out}: the weights of {args.checkpoint}, as they were written")
+    print("It is dense: nothing to prove." if proof is None else f"\n{proof}")
   return 0 if proof is None or proof.ok else 1

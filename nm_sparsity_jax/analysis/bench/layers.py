@@ -77,7 +77,7 @@ def repeated(
 ) -> Callable[[], Any]:
   """Returns a call that multiplies x by each weight.
 
-  With several cores each product waits for the one before, as layers do: XLA would hand independent
+  Each product waits for the one before, as layers do: with several cores XLA would hand independent
   ones to all of them.
 
   Args:
@@ -85,16 +85,13 @@ def repeated(
     x: the rows.
     weights: dense ones or packed ones.
   """
-  several = timing.threads() > 1
-
   def turn(state: Any, held: Sequence[Any]) -> Any:
     x, found = state[0], []
     for w in held:
       found.append(function(x, w))
-      if several or len(found) == len(held):
-        # Donated: updated in place, and by a value that XLA does not know, so that no product can
-        # be left out or reused.
-        x = x.at[0, 0].set(0 * found[-1][0, 0])
+      # Donated: updated in place, and by a value that XLA does not know, so that no product can be
+      # left out or reused.
+      x = x.at[0, 0].set(0 * found[-1][0, 0])
     return x, found
 
   run = jax.jit(turn, donate_argnums=0)
