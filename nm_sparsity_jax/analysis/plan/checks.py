@@ -9,13 +9,14 @@ path -> checkpoint  -> [T5X's transformations] -> keys: loaded, initialised, dro
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Mapping
 from typing import Any
 
 from nm_sparsity_jax.analysis.plan.build import Plan
 from nm_sparsity_jax.core.trees import flatten, nested
-from nm_sparsity_jax.deploy import names, unstack_layers
+from nm_sparsity_jax.deploy import unstack_layers
 from nm_sparsity_jax.integrations import gin_files
 from nm_sparsity_jax.runs import checkpoint, checkpoint_rules, folders
 
@@ -138,27 +139,14 @@ def _named(plan: Plan) -> Any:
 
 def _check_steps(plan: Plan, stored: checkpoint.Stored, resuming: bool) -> None:
   """Notes steps that do not fit to the checkpoint, and one that is not to be started from."""
-  # T5X keeps the step at which the sparse run began; a resumed run counts from there.
-  start, begun = stored.step or 0, "flax_mutables/nm_sparsity/start"
-  if resuming and begun in stored.leaves:
-    start = int(stored.array(begun))
-  elif resuming:  # the local runner asks no more where it began
-    return
-  elif said := checkpoint_rules.check_start(stored):
+  if not resuming and (said := checkpoint_rules.check_start(stored)):
     plan.warnings.append(f"INITIAL_CHECKPOINT_PATH: {said}")
+  # A resumed run counts from the step at which it began.
+  start = stored.start if resuming else stored.step or 0
   macros = "PRETRAINED_STEPS", "TRAIN_STEPS", "TRAIN_STEPS_RELATIVE"
-  steps = map(plan.number, macros)
-  plan.attempt(checkpoint_rules.check_steps, plan.rules, start, *steps)
-
-
-def _check_parameters(
-  plan: Plan, path: str, wanted: Mapping[str, Any], leaves: Mapping[str, Any]
-) -> None:
-  """Notes parameters that the checkpoint lacks, or has in another shape."""
-  keys = [key for key in wanted if key.startswith("target/")]
-  shapes = lambda tree: {key: tuple(tree[key].shape) for key in keys if key in tree}
-  if said := names.difference(shapes(wanted), shapes(leaves)):
-    plan.errors.append(f"{path} is of another model: {said}. Take the model file of its run")
+  if start is not None:  # that of a dense run is not known
+    steps = map(plan.config.get, macros)
+    plan.attempt(checkpoint_rules.check_steps, plan.rules, start, *steps)
 
 
 def _sections(plan: Plan, stored: checkpoint.Stored, resuming: bool) -> dict[str, dict[str, int]]:
@@ -174,7 +162,8 @@ def _sections(plan: Plan, stored: checkpoint.Stored, resuming: bool) -> dict[str
       f"{stored.path} lacks {len(missing)} arrays, such as {missing[0]}: continue with the "
       "OPTIMIZER and the model file of the config.gin in its folder"
     )
-  _check_parameters(plan, stored.path, {key: wanted[key] for key in load}, leaves)
+  params = {key: wanted[key] for key in load if key.startswith("target/")}
+  plan.attempt(checkpoint.check_shapes, dataclasses.replace(stored, leaves=leaves), params)
   used = {leaves[key].key for key in load}
   dropped = [key for key in stored.leaves if key not in used]
   kinds = {"load": load, "initialise": missing, "drop": dropped}

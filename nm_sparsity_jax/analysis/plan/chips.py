@@ -18,7 +18,6 @@ from jax.sharding import NamedSharding, PartitionSpec
 from nm_sparsity_jax.analysis import compiled, topology
 from nm_sparsity_jax.analysis.plan.build import Plan
 from nm_sparsity_jax.recipes import recipe
-from nm_sparsity_jax.trainer.workloads.t5 import T5, tokens
 from nm_sparsity_jax.training.rules import Rules
 
 _TOO_LARGE = re.compile(r"\(([\d.]+[KMGT])\) exceeds available HBM \(([\d.]+[KMGT])\)")
@@ -31,7 +30,7 @@ def check(plan: Plan, name: str) -> dict[str, Any]:
     plan: of the run.
     name: of the topology, such as 'v5e:4x4'.
   """
-  has_batch = plan.number("BATCH_SIZE") is not None
+  has_batch = plan.config.get("BATCH_SIZE") is not None
   if plan.rules is None or plan.config.program != "train" or not has_batch:
     raise ValueError(
       f"--topology {name}: name the files of a training run, with its rules and BATCH_SIZE"
@@ -69,16 +68,14 @@ def _local(plan: Plan, devices: Sequence[Any], rules: Rules | None) -> Any:
     ema_decay=run.model.ema_decay,
   )
   model.check_batch(workload.batch_size, run.microbatches)
-  if isinstance(workload, T5):  # shapes are enough: no task is read
-    is_packed = workload.data is not None and workload.data.pack
-    batch = tokens(workload.lengths, workload.batch_size, is_packed)
-  else:
-    batch = next(iter(workload.batches(0, 0)))
   over_rows = NamedSharding(model.mesh, PartitionSpec("data"))
-  place = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=over_rows)
+  batch = {  # shapes are enough: no task is read
+    name: jax.ShapeDtypeStruct((workload.batch_size, *x.shape[1:]), x.dtype, sharding=over_rows)
+    for name, x in workload.example().items()
+  }
   state = model.state_like(run.optimizer)
   step = model.train_step(run.optimizer, jax.random.PRNGKey(0), run.microbatches)
-  return step.lower(state, jax.tree.map(place, dict(batch)))
+  return step.lower(state, batch)
 
 
 def _t5x(plan: Plan, devices: Sequence[Any], rules: Rules | None) -> Any:

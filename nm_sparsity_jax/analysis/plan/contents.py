@@ -66,7 +66,7 @@ def rate(plan: Plan) -> dict[str, Any] | None:
 
   It warns where T5X's optimizer has a rate of its own.
   """
-  config, steps, offset = plan.config, plan.number("SPARSE_STEPS"), 0
+  config, steps, offset = plan.config, plan.config.get("SPARSE_STEPS"), 0
   if config.program != "train" or not steps:
     return None
   own = config.argument("learning_rate", "OPTIMIZER")
@@ -80,7 +80,7 @@ def rate(plan: Plan) -> dict[str, Any] | None:
     )
   else:  # T5X counts global steps
     function = config.argument("learning_rate_fn", "SparseTrainer")
-    offset = plan.number("PRETRAINED_STEPS") or 0
+    offset = config.get("PRETRAINED_STEPS") or 0
   if function is None:
     return None
   # A few points tell how the rate begins, peaks and ends; T5X's functions trace, so one call does.
@@ -105,7 +105,7 @@ def cost(plan: Plan, assignment: Assignment) -> dict[str, Any] | None:
     return None
   assert plan.rules is not None  # an assignment is of rules
   sparse = flops.inference(dense, plan.rules)
-  batch = plan.number("BATCH_SIZE") or getattr(plan.workload, "batch_size", None) or 1
+  batch = plan.config.get("BATCH_SIZE") or getattr(plan.workload, "batch_size", None) or 1
   steps = next((p.recipe.phases.total for p in assignment.places.values() if p.recipe.phases), 0)
   training = None
   if plan.trains and steps:

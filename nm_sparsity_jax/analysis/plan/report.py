@@ -75,7 +75,7 @@ def _parts(made: Plan, checkpoint: str | None, topology: str | None) -> dict[str
     made.notes.append("there are no rules: this run is dense, and knows nothing of sparsity")
   if assignment is not None:
     parts["kernels"] = str(assignment)
-    parts["schedule"] = contents.schedule(assignment, made.number("PRETRAINED_STEPS") or 0)
+    parts["schedule"] = contents.schedule(assignment, made.config.get("PRETRAINED_STEPS") or 0)
     for timeline in parts["schedule"]:
       if (d := timeline["segments"][-1]["decay_stop"]) > 0:
         made.warnings.append(

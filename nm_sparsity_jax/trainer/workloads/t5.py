@@ -137,8 +137,8 @@ class T5(Workload):
     }
 
   def example(self) -> Batch:
-    """Returns the shapes of one example."""
-    return tokens(self.lengths, 1)
+    """Returns the shapes of one row of a training batch."""
+    return tokens(self.lengths, 1, self.data is not None and self.data.pack)
 
   def check(self) -> None:
     """Raises ValueError where the vocabulary has ids that the embedding has no row for."""
