@@ -17,7 +17,6 @@ import argparse
 
 from nm_sparsity_jax.cli import _flags
 
-
 add_arguments = _flags.add_evaluation  # --memory, and T5X's flags
 
 

@@ -15,7 +15,6 @@ import argparse
 
 from nm_sparsity_jax.cli import _flags
 
-
 add_arguments = _flags.add_gin  # T5X's flags
 
 

@@ -85,6 +85,7 @@ def repeated(
     x: the rows.
     weights: dense ones or packed ones.
   """
+
   def turn(state: Any, held: Sequence[Any]) -> Any:
     x, found = state[0], []
     for w in held:

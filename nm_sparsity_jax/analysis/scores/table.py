@@ -40,7 +40,7 @@ class Measure(NamedTuple):
 
   def means(self, run: Run) -> dict[int, float]:
     """Returns step -> mean of the metrics, where it is finite."""
-    series = run.tasks[self.task].items()
+    series = run.tasks.get(self.task, {}).items()
     found = {s: statistics.fmean(x.get(m, math.nan) for m in self.metrics) for s, x in series}
     return {step: mean for step, mean in found.items() if math.isfinite(mean)}
 
@@ -50,11 +50,11 @@ class Measure(NamedTuple):
     Best is the step with the best mean, and of equal steps the earliest. It is never a step before
     the target pattern, where the weights are denser than the pattern says.
     """
-    means, steps = self.means(run), run.tasks[self.task]
+    means, steps = self.means(run), run.tasks.get(self.task, {})
     if checkpoint == "best":
       counting = [step for step in steps if step >= (run.target or 0)]
     else:
-      counting = [max(steps) if checkpoint == "last" else checkpoint]
+      counting = [max(steps, default=None) if checkpoint == "last" else checkpoint]
     # Both take the first of equals, and the steps ascend.
     choose = min if self.less else max
     step = choose((s for s in counting if s in means), key=means.__getitem__, default=None)
@@ -67,14 +67,7 @@ def measures(run: Run) -> dict[str, Measure]:
   These are the columns of GLUE if it has any. Else they are all its tasks, each with the metrics of
   every step of which more is better, and each metric by itself of which less is better.
   """
-  of_glue = {}
-  for task in run.tasks:
-    other = of_glue.setdefault(name := glue.config_of(task), task)
-    if name is not None and other != task:
-      raise ValueError(
-        f"{run.path} holds scores of {other} and of {task}, which are one column of GLUE: move the "
-        "metrics of one of them away."
-      )
+  of_glue = {glue.config_of(task): task for task in run.tasks}
   if columns := {
     column.title: Measure(of_glue[column.name], column.metrics)
     for column in glue.COLUMNS
@@ -205,8 +198,10 @@ def _cell(column: Mapping[str, Any] | None, best: float | None) -> str:
 
 def notes(report: Mapping[str, Any]) -> list[str]:
   """Returns what a reader of `cells` must know, a sentence each."""
-  best = "the best one at the target pattern, which is optimistic"
-  checkpoint = best if report["checkpoint"] == "best" else report["checkpoint"]
+  checkpoint = report["checkpoint"]
+  if checkpoint == "best":
+    at_target = " at the target pattern" * any(row["places"] for row in report["runs"])
+    checkpoint = f"the best one{at_target}, which is optimistic"
   remarks = [f"{row['run']}: {remark}." for row in report["runs"] for remark in row["remarks"]]
   return [f"Behind a value stands its step. Checkpoint: {checkpoint}.", *remarks]
 
