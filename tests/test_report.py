@@ -14,7 +14,7 @@ from nm_sparsity_jax import cli
 from nm_sparsity_jax.analysis import charts as drawing
 from nm_sparsity_jax.analysis import page, report, run_folder
 from nm_sparsity_jax.analysis.charts import Chart, Line
-from nm_sparsity_jax.analysis.page import Section, Strong, Table
+from nm_sparsity_jax.analysis.page import Section, Table
 from nm_sparsity_jax.analysis.report import costs
 from nm_sparsity_jax.models.t5 import T5Config, Transformer
 from nm_sparsity_jax.trainer.workloads.t5 import T5
@@ -161,7 +161,6 @@ def test_tables(runs, tmp_path):
     ["RECIPE", "'mdgf_exponential'", "'sr_ste'", "'mdgf_exponential'"],
     ["jax", "-", "-", "2"],  # of the process that went on
   ]
-  assert isinstance(settings[2][1], Strong) and not isinstance(settings[3][1], Strong)
   strips = [row[3:5] for row in found["schedule"][0].rows if row[0] == "sr<b>ste"]
   assert strips == [["1,000 .. 1,009", "dense"], ["1,010 .. 1,099", "1:4"]]
 
@@ -200,15 +199,14 @@ def test_scores_of_images_stand_beside_the_published_ones(tmp_path):
   assert scores_of(runs[:1], 50)[0] == [["validation", "0.9 @ 50"]]
 
 
-@pytest.mark.parametrize("metric, best", [("far", 0.25), ("near_top5", 0.5)])
-def test_the_best_of_an_error_is_the_least(metric, best, tmp_path):
+@pytest.mark.parametrize("metric", ["far", "near_top5"])
+def test_the_best_of_an_error_is_the_least(metric, tmp_path):
   runs = []
   for name, values in (("a", (0.1, 0.5, 0.5)), ("b", (0.9, 0.25, 0.25))):
     series = {s: {metric: x} for s, x in zip((5, 85, 100), values, strict=True)}
     runs.append(local(tmp_path / name, series))
   ((name, *cells),) = scores_of(runs)[0]  # step 5 is before the target pattern
   assert cells == ["0.5 @ 85", "0.25 @ 85"] and ("less is better" in name) == (metric == "far")
-  assert [cell for cell in cells if isinstance(cell, Strong)] == [f"{best} @ 85"]
 
 
 def test_costs_of_another_family_are_those_that_its_run_notes(tmp_path):
@@ -261,7 +259,7 @@ def test_names_are_escaped_and_nothing_is_fetched(tmp_path):
   odd = """x<y>&"z'</title>"""
   parts = [
     Chart("a", odd, odd, [Line(0, [(0, 1.0), (1, math.nan)])], labels=[odd, odd], note=odd),
-    Table([odd, odd], [[odd, Strong(odd)]]),
+    Table([odd, odd], [[odd, odd]]),
     odd,
   ]
   page.write(tmp_path / "page.html", odd, [odd], [Section("s", odd, parts)], {odd: odd})

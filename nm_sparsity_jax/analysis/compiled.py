@@ -13,7 +13,7 @@ import collections
 import functools
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -38,13 +38,11 @@ class Account(NamedTuple):
   """What a compiler says of one run of a program, on each device.
 
   Attributes:
-    bytes: read from and written to memory.
+    bytes: read from and written to memory, where each condition takes its dearest branch.
     flops: floating-point operations.
     memory: bytes of all arguments and temporaries together.
     collectives: kind -> how many stand in the program.
     kernels: how many Pallas kernels stand in the program.
-    least: the bytes where each condition takes its cheapest branch, as in a step that renews no
-      stored mask; `bytes` is of the dearest.
     peak: bytes held at once at most, results included. It is what must fit. A TPU's temporaries
       need not all live at one time, so it may be below `memory`.
   """
@@ -54,7 +52,6 @@ class Account(NamedTuple):
   memory: int
   collectives: Mapping[str, int]
   kernels: int
-  least: float
   peak: int
 
 
@@ -73,7 +70,6 @@ def account(compiled: Any) -> Account:
     memory.temp_size_in_bytes + memory.argument_size_in_bytes,
     dict(collections.Counter(_COLLECTIVE.findall(text))),
     len(_KERNEL.findall(text)),
-    program.cost(program.entry, min).tolist()[0],
     memory.peak_memory_in_bytes,
   )
 
@@ -91,26 +87,21 @@ class _Program:
       self.entry = name if entry else getattr(self, "entry", name)
     self.types = dict(_DEFINED.findall(text))
 
-  def cost(self, name: str, choose: Callable = max) -> np.ndarray:
-    """Returns what one run of a computation costs, loops by their trips.
+  def cost(self, name: str) -> np.ndarray:
+    """Returns what one run of a computation costs, loops by their trips."""
+    return self._once(name) + self._left_out(name)
 
-    Args:
-      name: of the computation.
-      choose: `max` takes the dearest branch of each condition, `min` the cheapest.
-    """
-    return self._once(name) + self._left_out(name, choose)
-
-  def _left_out(self, name: str, choose: Callable) -> np.ndarray:
+  def _left_out(self, name: str) -> np.ndarray:
     """Returns what XLA's analysis leaves out: kernels, and the trips of a loop after the first."""
     body = self.bodies[name]
     found = np.array([self._bytes_of_kernels(body), 0.0])
     for condition, inner in _LOOP.findall(body):
-      found += self._trips(condition) * self.cost(inner, choose) - self._once(inner)
+      found += self._trips(condition) * self.cost(inner) - self._once(inner)
     for names in _CALLED.findall(body):
-      found += sum(self._left_out(x, choose) for x in self._named(names))
+      found += sum(self._left_out(x) for x in self._named(names))
     for names in _BRANCHES.findall(body):
       branches = self._named(names)
-      found += choose((self.cost(x, choose) for x in branches), key=tuple)
+      found += max(map(self.cost, branches), key=tuple)
       # XLA's analysis counts the dearest branch.
       found -= np.max([self._once(x) for x in branches], axis=0)
     return found

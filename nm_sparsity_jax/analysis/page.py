@@ -17,10 +17,6 @@ from nm_sparsity_jax.core import installed
 from nm_sparsity_jax.runs import files
 
 
-class Strong(str):
-  """A cell of a table that stands out."""
-
-
 @dataclasses.dataclass(frozen=True)
 class Table:
   """Rows of cells below a head."""
@@ -75,7 +71,6 @@ def write(
     sections=sections,
     configs=configs or {},
     versions=installed.versions(installed.NAME, "Python", "jax", "flax", "optax"),
-    is_strong=lambda cell: isinstance(cell, Strong),
     svg_of=lambda chart: base64.b64encode(charts.svg(chart)).decode(),
     numbers_of=lambda chart: numbers(chart, names),
   )

@@ -5,7 +5,6 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 
 from nm_sparsity_jax.cli import _flags
 from nm_sparsity_jax.integrations import gin_files
@@ -27,7 +26,7 @@ def _prepare_seqio(args: argparse.Namespace) -> None:
   _flags.require("seqio", "tensorflow")
   from nm_sparsity_jax.trainer import data
 
-  with contextlib.nullcontext() if args.debug else gin_files.quiet():
+  with gin_files.quiet():
     seqio = data.import_seqio()
   if args.tfds_data_dir:
     seqio.set_tfds_data_dir_override(args.tfds_data_dir)

@@ -50,12 +50,10 @@ def run(args: argparse.Namespace) -> int:
   print(f"{head(proof.stored, proof.rules, args.checkpoint)}\n\n{proof}")
   if proof.ok:
     return 0
-  if proof.stored.average:
-    print("The moving average of a run is dense: `nm-sparsity finalize` makes zeros.")
-  elif proof.stored.in_place:
+  if proof.stored.in_place and not proof.stored.average:
     print("The weights of this run are n:m when its schedule is over.")
   elif proof.stored.sparse_step is not None and not proof.rules.is_dense:
-    print("T5X stores dense weights, on which masks act: `nm-sparsity finalize` makes zeros.")
+    print("Masks act on dense weights, or on their average: `nm-sparsity finalize` makes zeros.")
   return 1
 
 

@@ -16,6 +16,7 @@ import numpy as np
 from nm_sparsity_jax.analysis.bench import timing
 from nm_sparsity_jax.analysis.bench.timing import Found, Timing
 from nm_sparsity_jax.core import packed as of_one
+from nm_sparsity_jax.core.groups import Groups
 from nm_sparsity_jax.core.packed import NMPacked, choice, cpu
 from nm_sparsity_jax.core.patterns import NM
 
@@ -120,9 +121,6 @@ def random(depth: int, features: int, pattern: NM, dtype: Any = None) -> NMPacke
     pattern: n:m.
     dtype: of the values; None: float32.
   """
-  rng = np.random.default_rng(0)
-  groups = -(-depth // pattern.m), pattern.m, features  # the last one may be cut
-  # A random permutation of each group has n entries below n.
-  kept = np.argsort(rng.random(groups, np.float32), axis=1) < pattern.n
-  w = np.where(kept, rng.standard_normal(groups, np.float32), np.float32(0))
-  return of_one.pack(w.reshape(-1, features)[:depth], pattern, dtype=dtype)
+  w = np.random.default_rng(0).standard_normal((depth, features), np.float32)
+  kept = Groups(w.shape, 0, pad=-depth % pattern.m).magnitude_mask(w, pattern)
+  return of_one.pack(np.where(kept, w, np.float32(0)), pattern, dtype=dtype)

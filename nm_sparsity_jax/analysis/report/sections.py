@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from nm_sparsity_jax.analysis.charts import Chart, Line
-from nm_sparsity_jax.analysis.page import Part, Section, Strong, Table
+from nm_sparsity_jax.analysis.page import Part, Section, Table
 from nm_sparsity_jax.analysis.report.costs import training_flops
 from nm_sparsity_jax.analysis.run_folder import Run
 from nm_sparsity_jax.analysis.scores import table
@@ -186,9 +186,8 @@ def _settings(runs: Sequence[Run]) -> Table:
     found.append({**trained.macros(run.gin), **processes[-1].get("environment", {})})
   rows = []
   for name in sorted({name for one in found for name in one}):
-    values = [one.get(name, "-") for one in found]
-    rows.append([name, *(map(Strong, values) if len(set(values)) > 1 else values)])
-  rows.sort(key=lambda row: not isinstance(row[1], Strong))
+    rows.append([name, *(one.get(name, "-") for one in found)])
+  rows.sort(key=lambda row: len({*row[1:]}) == 1)
   return Table(["", *(run.name for run in runs)], rows)
 
 

@@ -15,7 +15,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from nm_sparsity_jax.analysis import run_folder
-from nm_sparsity_jax.analysis.page import Strong
 from nm_sparsity_jax.analysis.run_folder import Run
 from nm_sparsity_jax.analysis.scores import published
 from nm_sparsity_jax.core.text import columns as aligned
@@ -135,22 +134,22 @@ def _row(run: Run, checkpoint: Checkpoint) -> dict[str, Any]:
   if checkpoint == "best" and run.recipe and run.target is None:
     remarks.append("it is not known from which step on the weights have the target pattern")
 
-  def column(name: str, step: int, mean: float, values: Mapping[str, float], less: bool):
-    # The paper's scores are of the target pattern.
-    compared = _published(paper, name) if paper and step >= (run.target or 0) else None
-    return {"step": step, "mean": mean, "values": values, "less": less, "published": compared}
-
+  found = {name: measure.at(run, checkpoint) for name, measure in judged.items()}
+  if any(at[0] < (run.target or 0) for at in found.values() if at):
+    paper = None  # the paper's scores are of the target pattern
   columns: dict[str, Any] = {}
-  for name, measure in judged.items():
-    if (at := measure.at(run, checkpoint)) is None:
-      columns[name] = None
-    else:
-      values = {metric: run.tasks[measure.task][at[0]][metric] for metric in measure.metrics}
-      columns[name] = column(name, *at, values, measure.less)
+  for name, at in found.items():
+    task, metrics, less = judged[name]
+    columns[name] = at and {
+      "step": at[0], "mean": at[1], "less": less, "published": _published(paper, name),
+      "values": {metric: run.tasks[task][at[0]][metric] for metric in metrics},
+    }  # fmt: skip
   nine: list[Any] = [columns.get(title) for title in titles]
   if all(nine):
-    mean, step = statistics.fmean(x["mean"] for x in nine), min(x["step"] for x in nine)
-    overall = column("overall", step, mean, {}, False) | {"step": None}  # it is of several steps
+    overall = {
+      "step": None, "mean": statistics.fmean(column["mean"] for column in nine), "less": False,
+      "published": _published(paper, "overall"), "values": {},
+    }  # fmt: skip
     columns = {"overall": overall, **columns}
   places = run.sparse and {place: str(recipe.pattern) for place, recipe in run.sparse.items()}
   return {
@@ -159,8 +158,10 @@ def _row(run: Run, checkpoint: Checkpoint) -> dict[str, Any]:
   }  # fmt: skip
 
 
-def _published(row: Mapping[str, Any], name: str) -> float | None:
+def _published(row: Mapping[str, Any] | None, name: str) -> float | None:
   """Returns the paper's score of a measure; None where the row has none."""
+  if row is None:
+    return None
   if "top1" in row and name in ("validation", "test"):  # ImageNet's set, CIFAR-10's
     return row["top1"] / 100
   if name == "overall":
@@ -171,8 +172,6 @@ def _published(row: Mapping[str, Any], name: str) -> float | None:
 def cells(report: Mapping[str, Any]) -> list[list[str]]:
   """Returns a line for each column of a report, a cell for each run; the first line is the head.
 
-  Of several runs the best stands out, as `Strong`.
-
   Args:
     report: what `score` returned.
   """
@@ -180,20 +179,17 @@ def cells(report: Mapping[str, Any]) -> list[list[str]]:
   lines = [["", *(row["run"] for row in rows)]]
   for name in dict.fromkeys(name for row in rows for name in row["columns"]):
     found = [row["columns"].get(name) for row in rows]
-    means = {column["mean"] for column in found if column}
     less = any(column["less"] for column in found if column)
-    best = (min if less else max)(means) if len(means) > 1 else None
-    lines.append([f"{name}, less is better" if less else name, *(_cell(x, best) for x in found)])
+    lines.append([f"{name}, less is better" if less else name, *map(_cell, found)])
   return lines
 
 
-def _cell(column: Mapping[str, Any] | None, best: float | None) -> str:
+def _cell(column: Mapping[str, Any] | None) -> str:
   if column is None:
     return "-"
   mean, paper = column["mean"], column["published"]
   text = f"{mean:.4g}" + (f" @ {column['step']:,}" if column["step"] is not None else "")
-  text += "" if paper is None else f", published {paper:.5g} ({mean - paper:+.3g})"
-  return Strong(text) if mean == best else text
+  return text + ("" if paper is None else f", published {paper:.5g} ({mean - paper:+.3g})")
 
 
 def notes(report: Mapping[str, Any]) -> list[str]:

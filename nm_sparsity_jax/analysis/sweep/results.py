@@ -14,7 +14,8 @@ import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from nm_sparsity_jax.analysis import run_folder, scores
+from nm_sparsity_jax.analysis import run_folder
+from nm_sparsity_jax.analysis.scores.table import measures as measures_of
 from nm_sparsity_jax.analysis.sweep.grid import Run, Sweep
 from nm_sparsity_jax.core.text import columns, score_digits
 from nm_sparsity_jax.runs import folders
@@ -37,13 +38,13 @@ def table(sweep: Sweep) -> dict[str, Any]:
   """
   found = [_run(run) for run in sweep.runs]
   cells = [run for run in found if run["recipe"] in sweep.recipes]
-  tasks = list(dict.fromkeys(task for run in cells for task in run["tasks"]))
+  tasks = list(dict.fromkeys(name for run in cells for name in run["values"] if name != "loss"))
   less = list(dict.fromkeys(task for run in cells for task in run["less_is_better"]))
   more = [task for task in tasks if task not in less]
   for run in cells:
-    known = [value for task in more if (value := run["tasks"].get(task)) is not None]
-    score = statistics.fmean(known) if known and len(known) == len(more) else None
-    run["values"] = {**run["tasks"], "score": score, "loss": run["loss"]}
+    scores = [run["values"].get(task) for task in more]
+    if scores and None not in scores:
+      run["values"]["score"] = statistics.fmean(scores)
   measures = [*["score"] * bool(more), *(tasks if len(tasks) > 1 or less else []), "loss"]
   grid = itertools.product(sweep.recipes, sweep.patterns or [None])
   rows = [_row(sweep, cells, measures, *place) for place in grid]
@@ -60,19 +61,19 @@ def _run(run: Run) -> dict[str, Any]:
   state = run.state()
   found: dict[str, Any] = {
     "run": run.name, "recipe": run.recipe, "pattern": run.pattern, "seed": run.seed,
-    "tasks": {}, "less_is_better": [], "loss": None, "remarks": [], "state": state,
+    "values": {}, "less_is_better": [], "remarks": [], "state": state,
   }  # fmt: skip
   if state == "failed":
     found["remarks"].append(run.why_failed())
   if state != "done":
     return found
-  losses = folders.evaluations(run.folder)[run.last]["loss"]
-  found["loss"] = statistics.fmean(losses.values()) if losses else None
+  if losses := folders.evaluations(run.folder)[run.last]["loss"]:
+    found["values"]["loss"] = statistics.fmean(losses.values())
   read = run_folder.Run(run.folder)
-  for name, measure in scores.table.measures(read).items():
+  for name, measure in measures_of(read).items():
     found["less_is_better"] += [name] * measure.less
     at = measure.at(read, run.last)
-    found["tasks"][name] = at and at[1]
+    found["values"][name] = at and at[1]
     found["remarks"] += [] if at else [f"{name}: no finite value at step {run.last}"]
   return found
 
