@@ -135,8 +135,6 @@ def _unpublished(name: str) -> Finding:
   folder, docs = folder_of(name), "install it from its source: docs/t5x.md"
   if folder is None:
     return Finding("BAD", name, "is not installed, and not on PyPI", docs)
-  if name == "t5x" and not (folder / "configs" / "runs" / "finetune.gin").is_file():
-    return Finding("BAD", name, f"{folder}, without its gin files", docs)
   # pip's note on where a distribution comes from (PEP 610); none where a folder is on the path.
   try:
     note = importlib.metadata.distribution(name).read_text("direct_url.json")

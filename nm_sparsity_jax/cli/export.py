@@ -31,8 +31,8 @@ from nm_sparsity_jax.cli import _flags
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
   """Adds what to read and what to write."""
+  _flags.add_checkpoint(parser)
   add = parser.add_argument
-  add("checkpoint", metavar="CKPT", help="a checkpoint, or a folder of them")
   add("out", metavar="OUT", help="F.safetensors, or a folder for a T5; it must be new")
   add(
     "--feed-forward",
@@ -40,7 +40,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     help="feed_forward_proj of a T5, where its run did not note it; else gated-gelu (T5 1.1) or "
     "relu (T5 1.0)",
   )
-  _flags.add_rules(parser)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -30,11 +30,10 @@ from nm_sparsity_jax.cli import _flags, verify
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
   """Adds what to read and where to write."""
+  _flags.add_checkpoint(parser)
   add = parser.add_argument
-  add("checkpoint", metavar="CKPT", help="a checkpoint, a folder of them, or a file: see above")
   add("out", metavar="OUT", help="gets OUT/checkpoint_<step>, which must be new: see above")
   add("--early", action="store_true", help="finalize although the schedule is not over")
-  _flags.add_rules(parser)
 
 
 def run(args: argparse.Namespace) -> int:

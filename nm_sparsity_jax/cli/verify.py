@@ -31,12 +31,7 @@ if TYPE_CHECKING:
   from nm_sparsity_jax.training.rules import Rules
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-  """Adds the checkpoint, and its rules where it does not hold them."""
-  parser.add_argument(
-    "checkpoint", metavar="CKPT", help="a checkpoint, a folder of them, or a file: see above"
-  )
-  _flags.add_rules(parser)
+add_arguments = _flags.add_checkpoint
 
 
 def run(args: argparse.Namespace) -> int:

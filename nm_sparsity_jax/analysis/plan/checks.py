@@ -9,6 +9,7 @@ path -> checkpoint  -> [T5X's transformations] -> keys: loaded, initialised, dro
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import functools
 from collections.abc import Mapping
@@ -26,21 +27,15 @@ _DATASETS = ("train_dataset_cfg", "train_eval_dataset_cfg", "infer_eval_dataset_
 
 def check(plan: Plan) -> None:
   """Raises what the program would refuse before its first step."""
-  if plan.config.local:
-    if plan.model is not None:
-      _local(plan)
-  elif plan.config.program is not None:
+  config = plan.config
+  if config.program is not None and not config.local:
     _data(plan)
+  elif plan.run is not None:
+    from nm_sparsity_jax.trainer import train
 
-
-def _local(plan: Plan) -> None:
-  """Asks the run, as `train`, `evaluate` and `infer` do."""
-  from nm_sparsity_jax.trainer import train
-
-  if plan.config.program == "train":
-    train.check(plan.run, train.settings_of(plan.config.settings("Run")))
-    return
-  plan.config.argument("evaluation")(plan.model)
+    train.check(plan.run, train.settings_of(config.settings("Run")))
+  elif plan.model is not None:
+    config.argument("evaluation")(plan.model)
 
 
 def _restore_settings(plan: Plan) -> Any:
@@ -108,7 +103,8 @@ def restore(plan: Plan, path: str | None) -> dict[str, Any] | None:
   newest = folders.latest(folder) if looks else None
   if newest is not None:
     plan.notes.append(f"MODEL_DIR has checkpoints: the run would resume from {newest}")
-  if not (name := newest or path or _named(plan)):
+  named = plan.config.get("INITIAL_CHECKPOINT_PATH" if plan.trains else "CHECKPOINT_PATH")
+  if not (name := newest or path or named):
     return None
   network_config = getattr(plan.workload, "network_config", None)
   stored = checkpoint.read(str(name), plan.variables, network_config)
@@ -129,14 +125,6 @@ def restore(plan: Plan, path: str | None) -> dict[str, Any] | None:
   return part
 
 
-def _named(plan: Plan) -> Any:
-  """Returns the checkpoint that the settings name."""
-  if plan.config.local:
-    return plan.config.get("INITIAL_CHECKPOINT_PATH" if plan.trains else "CHECKPOINT_PATH")
-  path = None if plan.config.program is None else getattr(_restore_settings(plan), "path", None)
-  return path[0] if isinstance(path, list | tuple) and path else path
-
-
 def _check_steps(plan: Plan, stored: checkpoint.Stored, resuming: bool) -> None:
   """Notes steps that do not fit to the checkpoint, and one that is not to be started from."""
   if not resuming and (said := checkpoint_rules.check_start(stored)):
@@ -149,7 +137,9 @@ def _check_steps(plan: Plan, stored: checkpoint.Stored, resuming: bool) -> None:
     plan.attempt(checkpoint_rules.check_steps, plan.rules, start, *steps)
 
 
-def _sections(plan: Plan, stored: checkpoint.Stored, resuming: bool) -> dict[str, dict[str, int]]:
+def _sections(
+  plan: Plan, stored: checkpoint.Stored, resuming: bool
+) -> dict[str, Mapping[str, int]]:
   """Returns how much of each section T5X loads, initialises and drops; notes what does not fit."""
   wanted = dict(flatten(plan.state.state_dict()))
   leaves = _transformed(plan, stored, wanted, resuming)
@@ -167,11 +157,8 @@ def _sections(plan: Plan, stored: checkpoint.Stored, resuming: bool) -> dict[str
   used = {leaves[key].key for key in load}
   dropped = [key for key in stored.leaves if key not in used]
   kinds = {"load": load, "initialise": missing, "drop": dropped}
-  sections: dict[str, dict[str, int]] = {}  # by the first word of a key, such as 'target'
-  for kind, keys in kinds.items():
-    for key in keys:
-      sections.setdefault(key.partition("/")[0], dict.fromkeys(kinds, 0))[kind] += 1
-  return sections
+  section = lambda key: key.partition("/")[0]  # such as 'target'
+  return {kind: collections.Counter(map(section, keys)) for kind, keys in kinds.items()}
 
 
 def _transformed(

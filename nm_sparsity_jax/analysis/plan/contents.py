@@ -58,9 +58,6 @@ def loss(plan: Plan) -> dict[str, Any]:
   return part
 
 
-_POINTS = 256  # of the learning rate
-
-
 def rate(plan: Plan) -> dict[str, Any] | None:
   """Returns the part `learning_rate`, its first, highest and last value; None where it is unknown.
 
@@ -83,10 +80,10 @@ def rate(plan: Plan) -> dict[str, Any] | None:
     offset = config.get("PRETRAINED_STEPS") or 0
   if function is None:
     return None
-  # A few points tell how the rate begins, peaks and ends; T5X's functions trace, so one call does.
-  at = np.unique(np.linspace(0, steps - 1, _POINTS).round().astype(np.int32))
+  at = np.arange(steps, dtype=np.int32)
   if callable(function):
-    with jax.numpy_dtype_promotion("standard"):  # T5X's and users' own
+    # T5X's and users' own, which trace: one call does.
+    with jax.numpy_dtype_promotion("standard"):
       function = jax.vmap(function)(at + np.int32(offset))
   values = np.broadcast_to(np.asarray(function, np.float64), at.shape)
   if values.argmax() == len(at) - 1 > 0:

@@ -75,12 +75,6 @@ class Run:
     """Returns whether it has its last evaluation and checkpoint."""
     return folders.is_done(self.folder, self.last)
 
-  def state(self) -> str:
-    """Returns 'done', 'failed' or 'open'."""
-    if self.is_done():
-      return "done"
-    return "failed" if self.why_failed() else "open"
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Sweep:
@@ -153,20 +147,17 @@ def read(file: str, imports: Sequence[str] = (), data: bool = False) -> Sweep:
 
 
 def _check_keys(table: Mapping[str, Any]) -> None:
-  variants = table.get("variants", {})
-  unused = {f"variants.{name}" for name in variants if name not in table.get("recipes", ())}
-  if unknown := sorted(unused | table.keys() - {*_REQUIRED, *_OPTIONAL}):
-    raise ValueError(
-      f"unknown keys {unknown}. A gin macro belongs in [macros], and a variant among the recipes."
-    )
-  required = _REQUIRED[:-1] if table.get("recipes") == ["dense"] else _REQUIRED
+  if unknown := sorted(table.keys() - {*_REQUIRED, *_OPTIONAL}):
+    raise ValueError(f"unknown keys {unknown}. A gin macro belongs in [macros].")
   is_right = lambda key, x: x and isinstance(x, list) != (key == "out")
-  if wrong := [key for key in required if not is_right(key, table.get(key))]:
+  if wrong := [key for key in _REQUIRED if not is_right(key, table.get(key))]:
     raise ValueError(f"{', '.join(wrong)}: missing, empty or not a list, such as ['sr_ste'].")
   of_run = {*_SET_BY_SWEEP, "RECIPE"} | ({"INITIAL_CHECKPOINT_PATH"} if START in table else set())
   set_here = {*table.get("macros", {}), *table.get(START, {})} & of_run
   if theirs := sorted(
-    set_here.union(*(_SET_BY_SWEEP & variant.keys() for variant in variants.values()))
+    set_here.union(
+      *(_SET_BY_SWEEP & variant.keys() for variant in table.get("variants", {}).values())
+    )
   ):
     raise ValueError(f"{', '.join(theirs)}: set by the sweep. Leave it out.")
 
