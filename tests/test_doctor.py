@@ -35,8 +35,8 @@ def environment(monkeypatch, tmp_path):
   def make(changed=(), three=doctor.UNPUBLISHED):
     versions = {name: v for name, v in {**GOOD, **dict(changed)}.items() if v}
     urls = {name: json.dumps({"vcs_info": {"commit_id": c}}) for name, c in three.items()}
-    distribution = lambda name: types.SimpleNamespace(read_text=lambda _: urls.get(name))
-    monkeypatch.setattr(importlib.metadata, "distribution", distribution)
+    distributions = lambda name: [types.SimpleNamespace(read_text=lambda _: urls.get(name))]
+    monkeypatch.setattr(importlib.metadata, "distributions", distributions)
     monkeypatch.setattr(installed, "version", versions.get)
     monkeypatch.setattr(installed, "requires", lambda name: REQUIRES.get(name, []))
     folders = {"nm_sparsity_jax", *three}

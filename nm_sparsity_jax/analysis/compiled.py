@@ -65,10 +65,12 @@ def account(compiled: Any) -> Account:
   """
   text = compiled.as_text()
   program, memory = _Program(text), compiled.memory_analysis()
+  moved, flops = program.cost(program.entry).tolist()
   return Account(
-    *program.cost(program.entry).tolist(),
+    moved,
+    flops,
     memory.temp_size_in_bytes + memory.argument_size_in_bytes,
-    dict(collections.Counter(_COLLECTIVE.findall(text))),
+    collections.Counter(_COLLECTIVE.findall(text)),
     len(_KERNEL.findall(text)),
     memory.peak_memory_in_bytes,
   )
@@ -96,7 +98,9 @@ class _Program:
     body = self.bodies[name]
     found = np.array([self._bytes_of_kernels(body), 0.0])
     for condition, inner in _LOOP.findall(body):
-      found += self._trips(condition) * self.cost(inner) - self._once(inner)
+      # The number that the loop's counter is compared with.
+      trips = max(map(int, _LIMIT.findall(self.bodies[condition])), default=1)
+      found += trips * self.cost(inner) - self._once(inner)
     for names in _CALLED.findall(body):
       found += sum(self._left_out(x) for x in self._named(names))
     for names in _BRANCHES.findall(body):
@@ -128,10 +132,6 @@ class _Program:
       found = [result, *(self.types.get(x, "") for x in re.findall(r"%[\w.-]+", operands))]
       total += sum(_size(*array) for one in found for array in _ARRAY.findall(one))
     return total
-
-  def _trips(self, condition: str) -> int:
-    """Returns how often a loop runs: the number that its counter is compared with, or 1."""
-    return max(map(int, _LIMIT.findall(self.bodies[condition])), default=1)
 
 
 def _size(kind: str, shape: str) -> int:

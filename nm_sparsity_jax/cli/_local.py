@@ -17,21 +17,17 @@ def read(args: argparse.Namespace, program: str) -> gin_files.Config:
   config = gin_files.read(args.gin_file, args.gin_bindings, paths, program)
   if isinstance(module := config.get("MIXTURE_OR_TASK_MODULE"), str):
     gin_files.refuse_missing_module(module)  # before imports of many seconds
-  if config.settings("Source") or config.settings("Evaluation"):  # of T5: seqio
-    _prepare_seqio(args)
+  if config.settings("Source") or config.settings("Evaluation"):  # of T5
+    _flags.require("seqio", "tensorflow")
+    from nm_sparsity_jax.trainer import data
+
+    with gin_files.quiet():
+      seqio = data.import_seqio()
+    if args.tfds_data_dir:
+      seqio.set_tfds_data_dir_override(args.tfds_data_dir)
+    if args.seqio_additional_cache_dirs:
+      seqio.add_global_cache_dirs(args.seqio_additional_cache_dirs.split(","))
   return config
-
-
-def _prepare_seqio(args: argparse.Namespace) -> None:
-  _flags.require("seqio", "tensorflow")
-  from nm_sparsity_jax.trainer import data
-
-  with gin_files.quiet():
-    seqio = data.import_seqio()
-  if args.tfds_data_dir:
-    seqio.set_tfds_data_dir_override(args.tfds_data_dir)
-  if args.seqio_additional_cache_dirs:
-    seqio.add_global_cache_dirs(args.seqio_additional_cache_dirs.split(","))
 
 
 def call(args: argparse.Namespace, program: str) -> int:

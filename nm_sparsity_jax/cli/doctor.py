@@ -136,11 +136,9 @@ def _unpublished(name: str) -> Finding:
   if folder is None:
     return Finding("BAD", name, "is not installed, and not on PyPI", docs)
   # pip's note on where a distribution comes from (PEP 610); none where a folder is on the path.
-  try:
-    note = importlib.metadata.distribution(name).read_text("direct_url.json")
-  except importlib.metadata.PackageNotFoundError:
-    note = None
-  commit = json.loads(note or "{}").get("vcs_info", {}).get("commit_id", "unknown")
+  notes = [d.read_text("direct_url.json") for d in importlib.metadata.distributions(name=name)]
+  note = next(filter(None, notes), "{}")
+  commit = json.loads(note).get("vcs_info", {}).get("commit_id", "unknown")
   if commit == UNPUBLISHED[name]:
     return Finding("ok", name, f"commit {commit[:7]} ({folder})")
   return Finding("!", name, f"commit {commit[:7]}; tested: {UNPUBLISHED[name][:7]}", docs)

@@ -41,6 +41,6 @@ def run(args: argparse.Namespace) -> int:
   from nm_sparsity_jax import runs
 
   proof = runs.finalize(args.checkpoint, args.out, early=args.early, **_flags.rules(args))
-  text = f"{verify.head(proof.stored, proof.rules, proof.stored.path)}\n\n{proof}"
+  text = f"{verify.head(proof, proof.stored.path)}\n\n{proof}"
   print(json.dumps(proof.as_dict(), indent=2) if args.json else text)
   return 0 if proof.ok else 1

@@ -16,10 +16,8 @@ Exit code: 0 = written, 1 = not.
 from __future__ import annotations
 
 import argparse
-import pathlib
 
 from nm_sparsity_jax.analysis.scores import submission
-from nm_sparsity_jax.runs import files
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -36,7 +34,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
   """Reads, makes, checks and writes."""
-  files.check_folder("--out", pathlib.Path(args.out).parent)  # before minutes of reading
   fill = submission.TASKS if "all" in args.fill else args.fill
   tables, filled, problems = submission.make(args.paths, fill)
   for name, count in filled.items():

@@ -21,15 +21,10 @@ from __future__ import annotations
 
 import argparse
 import json
-from typing import TYPE_CHECKING
+from typing import Any
 
 from nm_sparsity_jax.cli import _flags
 from nm_sparsity_jax.core.text import printable
-
-if TYPE_CHECKING:
-  from nm_sparsity_jax.runs.checkpoint import Stored
-  from nm_sparsity_jax.training.rules import Rules
-
 
 add_arguments = _flags.add_checkpoint
 
@@ -42,7 +37,7 @@ def run(args: argparse.Namespace) -> int:
   if args.json:
     print(json.dumps(proof.as_dict(), indent=2))
     return 0 if proof.ok else 1
-  print(f"{head(proof.stored, proof.rules, args.checkpoint)}\n\n{proof}")
+  print(f"{head(proof, args.checkpoint)}\n\n{proof}")
   if proof.ok:
     return 0
   if proof.stored.in_place and not proof.stored.average:
@@ -52,16 +47,16 @@ def run(args: argparse.Namespace) -> int:
   return 1
 
 
-def head(stored: Stored, rules: Rules, asked: str) -> str:
+def head(proof: Any, asked: str) -> str:
   """Says what was looked at, and by which rules.
 
   Args:
-    stored: the checkpoint.
-    rules: by which it was looked at.
+    proof: what `runs.verify` returned.
     asked: the checkpoint or folder that was named.
   """
   from nm_sparsity_jax.training import rules_text
 
+  stored, rules = proof.stored, proof.rules
   facts = [f"the newest in {asked}"] * (stored.path != asked) + [stored.format]
   for name, step in (("step", stored.step), ("sparse step", stored.sparse_step)):
     if step is not None:

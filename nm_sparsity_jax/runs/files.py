@@ -1,4 +1,4 @@
-"""Files of a run, whole or not at all, and whether a folder can be written to."""
+"""Files of a run, whole or not at all."""
 
 from __future__ import annotations
 
@@ -77,11 +77,3 @@ def read_json(path: Any, default: Any) -> Any:
     return default
   with named(path):
     return json.loads(path.read_text("utf-8"))
-
-
-def check_folder(what: str, folder: pathlib.Path) -> None:
-  """Raises where a folder to write into cannot be made; it need not be there yet."""
-  # Missing parents are made later, so the nearest one that is there decides.
-  there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
-  if not (there.is_dir() and os.access(there, os.W_OK)):
-    raise ValueError(f"{what}: nothing can be written into {str(there)!r}. Name another place.")

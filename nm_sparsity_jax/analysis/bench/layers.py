@@ -47,8 +47,8 @@ def _measured(kernel: NMPacked, rows: int, turns: int) -> Timing:
   # One weight alone would stay in the cache, and then its bytes cost nothing.
   copies = 4 if rows <= _FEW else 1
   calls = _calls(jnp.asarray(x), kernel, copies, way)
-  taken = timing.interleave(calls, turns, cold=timing.CACHE)
-  spent = {name: seconds / copies for name, seconds in taken.items()}
+  taken = timing.interleave(calls, turns, cold=timing.CACHE).items()
+  spent = {name: seconds / copies for name, seconds in taken}
   packed = spent.pop(way)
   dense = min(spent, key=spent.__getitem__)
   return Timing(
@@ -122,5 +122,5 @@ def random(depth: int, features: int, pattern: NM, dtype: Any = None) -> NMPacke
     dtype: of the values; None: float32.
   """
   w = np.random.default_rng(0).standard_normal((depth, features), np.float32)
-  kept = Groups(w.shape, 0, pad=-depth % pattern.m).magnitude_mask(w, pattern)
+  kept = Groups(w.shape, 0, pad=-depth % pattern.m).magnitude_mask(jnp.asarray(w), pattern)
   return of_one.pack(np.where(kept, w, np.float32(0)), pattern, dtype=dtype)

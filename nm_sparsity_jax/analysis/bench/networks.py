@@ -76,9 +76,14 @@ def _measured(name: str, work: Callable, dense: Any, packed: Any, turns: int) ->
     side: lambda side=side: jax.block_until_ready(programs[side](trees[side])) for side in trees
   }
   spent = timing.interleave(calls, turns)
-  memory = {side: _memory(program) for side, program in programs.items()}
-  times = spent["dense"] / spent["packed"]
-  return Timing(name, spent["dense"], spent["packed"], times, memory["dense"], memory["packed"])
+  return Timing(
+    what=name,
+    dense=spent["dense"],
+    packed=spent["packed"],
+    times=spent["dense"] / spent["packed"],
+    dense_bytes=_memory(programs["dense"]),
+    packed_bytes=_memory(programs["packed"]),
+  )
 
 
 def _memory(program: Any) -> int:

@@ -38,13 +38,6 @@ def check(plan: Plan) -> None:
     config.argument("evaluation")(plan.model)
 
 
-def _restore_settings(plan: Plan) -> Any:
-  """Returns T5X's settings of what the program restores; None where nothing sets them."""
-  if plan.config.program == "train":
-    return getattr(plan.config.argument("checkpoint_cfg"), "restore", None)
-  return plan.config.argument("restore_checkpoint_cfg")
-
-
 def _data(plan: Plan) -> None:
   """Looks up T5X's task or mixture: vocabulary, splits and files, not what is in the files."""
   name, module = map(plan.config.get, ("MIXTURE_OR_TASK_NAME", "MIXTURE_OR_TASK_MODULE"))
@@ -142,12 +135,16 @@ def _sections(
 ) -> dict[str, Mapping[str, int]]:
   """Returns how much of each section T5X loads, initialises and drops; notes what does not fit."""
   wanted = dict(flatten(plan.state.state_dict()))
-  leaves = _transformed(plan, stored, wanted, resuming)
+  if plan.trains:
+    settings = plan.config.argument("checkpoint_cfg").restore
+  else:
+    settings = plan.config.argument("restore_checkpoint_cfg")
+  leaves = _transformed(plan, stored, settings, wanted, resuming)
   load = [key for key in wanted if key in leaves]
   missing = [key for key in wanted if key not in leaves]
   # T5X's transformations have refused what is missing, or let it start afresh. T5X fails at an
   # array that is missing, but for a start that may fall back.
-  if missing and (resuming or not _restore_settings(plan).fallback_to_scratch):
+  if missing and (resuming or not settings.fallback_to_scratch):
     plan.errors.append(
       f"{stored.path} lacks {len(missing)} arrays, such as {missing[0]}: continue with the "
       "OPTIMIZER and the model file of the config.gin in its folder"
@@ -162,10 +159,9 @@ def _sections(
 
 
 def _transformed(
-  plan: Plan, stored: checkpoint.Stored, wanted: Mapping[str, Any], resuming: bool
+  plan: Plan, stored: checkpoint.Stored, settings: Any, wanted: Mapping[str, Any], resuming: bool
 ) -> dict[str, Any]:
   """Returns the keys that T5X's transformations make of a checkpoint; they refuse a dense one."""
-  settings = _restore_settings(plan)
   if settings.dtype == "bfloat16" and plan.rules is not None:
     raise ValueError(
       "utils.RestoreCheckpointConfig.dtype = 'bfloat16': masks need the stored dtype, since "

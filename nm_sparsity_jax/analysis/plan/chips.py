@@ -42,7 +42,7 @@ def check(plan: Plan, name: str) -> dict[str, Any]:
   dense = Rules({key: recipe("dense") for key in plan.rules.places})
   for kind, rules in (("dense", dense), ("sparse", None)):
     try:
-      said = compiled.account(lower(plan, devices, rules).compile())._asdict()
+      part[kind] = compiled.account(lower(plan, devices, rules).compile())._asdict()
     except jax.errors.JaxRuntimeError as e:  # a page of text
       if (large := _TOO_LARGE.search(str(e))) is None:
         raise
@@ -50,7 +50,6 @@ def check(plan: Plan, name: str) -> dict[str, Any]:
         f"{name}: the {kind} train step needs {large[1]}iB of each chip, which has {large[2]}iB: "
         "take a larger topology, more NUM_PARTITIONS, more microbatches, or remat"
       ) from e
-    part[kind] = said | {"collectives": dict(said["collectives"])}
   ratio = lambda key: part["sparse"][key] / part["dense"][key]
   return part | {"over_dense": {key: ratio(key) for key in ("bytes", "flops", "peak")}}
 

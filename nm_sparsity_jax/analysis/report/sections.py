@@ -126,12 +126,12 @@ def _overview(runs: Sequence[Run], checkpoint: table.Checkpoint) -> Iterator[Par
   for run in runs:
     done, inherited = run.last_step - (run.start or 0), run.start or 0
     left = sorted({recipe.pattern.density for recipe in (run.sparse or {}).values()})
-    weights = " to ".join(f"{100 * share:.4g} %" for share in dict.fromkeys(left[:1] + left[-1:]))
+    weights = ", ".join(f"{100 * share:.4g} %" for share in left)
     # The nearest in length, for training on makes a dense network better too.
     distance = lambda other, run=run: abs(other.last_step - run.last_step)
-    near = min(dense, key=distance, default=None)
-    is_kept = left and run in scores and near is not None and scores[near]
-    kept = f"{scores[run] / scores[near]:.1%} of {near.name}" if is_kept else "-"
+    near, kept = min(dense, key=distance, default=None), "-"
+    if left and run in scores and near is not None and scores[near]:
+      kept = f"{scores[run] / scores[near]:.1%} of {near.name}"
     last = [run.curves.get(tag, {}) for tag in ("train/loss", "train/nm/density")]
     values = [f"{[*points.values()][-1]:.4g}" if points else "-" for points in last]
     try:

@@ -79,11 +79,10 @@ def measures(run: Run) -> dict[str, Measure]:
     # accuracy_top5 is a laxer accuracy, so their mean is no score.
     strict = lambda name: re.sub(r"_top\d+$", "", name)
     names = [name for name in names if strict(name) == name or strict(name) not in names]
-    if more := [name for name in names if not run.less_is_better(name)]:
+    less = [name for name in names if run.less_is_better(name)]
+    if more := [name for name in names if name not in less]:
       found[task] = Measure(task, tuple(more))
-    for name in names:
-      if run.less_is_better(name):
-        found[f"{task} {name}"] = Measure(task, (name,), less=True)
+    found |= {f"{task} {name}": Measure(task, (name,), less=True) for name in less}
   return found
 
 

@@ -154,12 +154,9 @@ def _check_keys(table: Mapping[str, Any]) -> None:
     raise ValueError(f"{', '.join(wrong)}: missing, empty or not a list, such as ['sr_ste'].")
   of_run = {*_SET_BY_SWEEP, "RECIPE"} | ({"INITIAL_CHECKPOINT_PATH"} if START in table else set())
   set_here = {*table.get("macros", {}), *table.get(START, {})} & of_run
-  if theirs := sorted(
-    set_here.union(
-      *(_SET_BY_SWEEP & variant.keys() for variant in table.get("variants", {}).values())
-    )
-  ):
-    raise ValueError(f"{', '.join(theirs)}: set by the sweep. Leave it out.")
+  variants = table.get("variants", {}).values()
+  if theirs := set_here.union(*(_SET_BY_SWEEP & variant.keys() for variant in variants)):
+    raise ValueError(f"{', '.join(sorted(theirs))}: set by the sweep. Leave it out.")
 
 
 def _runs(sweep: Sweep, table: Mapping[str, Any], data: bool) -> Iterator[Run]:
