@@ -48,7 +48,7 @@ def write(
   title: str,
   names: Sequence[str],
   sections: Sequence[Section],
-  configs: Mapping[str, str] | None = None,
+  configs: Mapping[str, str],
 ) -> pathlib.Path:
   """Writes a page whole or not at all, and returns its path. The same input makes the same bytes.
 
@@ -69,7 +69,7 @@ def write(
     title=title,
     legend=list(zip(names, charts.COLOURS, strict=False)),
     sections=sections,
-    configs=configs or {},
+    configs=configs,
     versions=installed.versions(installed.NAME, "Python", "jax", "flax", "optax"),
     svg_of=lambda chart: base64.b64encode(charts.svg(chart)).decode(),
     numbers_of=lambda chart: numbers(chart, names),

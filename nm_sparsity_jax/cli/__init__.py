@@ -102,7 +102,7 @@ def one_line(error: BaseException) -> str:
   text = printable(" ".join(text.split()))
   if isinstance(error, ValueError | RuntimeError | OSError | ImportError) and text:
     return text
-  return f"{type(error).__name__}: {text}" if text else type(error).__name__
+  return f"{type(error).__name__}: {text}"
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -26,7 +26,6 @@ from typing import NamedTuple
 from nm_sparsity_jax.core import installed
 from nm_sparsity_jax.core.text import columns
 
-PURPOSES = ("core", "local", "t5x", "tpu")
 # Not in the package index, and the commits that were tested.
 UNPUBLISHED = {
   "t5x": "cc342d419ec3e3e9c4bf1df33c82330cafdc1e16",
@@ -54,7 +53,7 @@ class Finding(NamedTuple):
 def add_arguments(parser: argparse.ArgumentParser) -> None:
   """Adds what must be there."""
   parser.add_argument(
-    "--for", dest="purpose", choices=PURPOSES,
+    "--for", dest="purpose", choices=("core", "local", "t5x", "tpu"),
     help="what must be there; by default t5x where T5X is found, else core",
   )  # fmt: skip
 
@@ -77,7 +76,7 @@ def install_command(purpose: str) -> str:
   """Returns the command that installs what a purpose needs, from a checkout where this is one.
 
   Args:
-    purpose: one of `PURPOSES`.
+    purpose: what --for takes.
   """
   extra = "" if purpose == "core" else f"[{purpose}]"
   package = folder_of("nm_sparsity_jax")
@@ -90,7 +89,7 @@ def examine(purpose: str) -> Iterator[Finding]:
   """Yields what it finds of packages, conflicts and kernels.
 
   Args:
-    purpose: what must be there, one of `PURPOSES`.
+    purpose: what must be there: what --for takes.
   """
   if installed.version(installed.NAME) is None:
     text = "runs from a folder, but is not installed"

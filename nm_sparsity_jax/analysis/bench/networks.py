@@ -96,8 +96,8 @@ def _works(
 ) -> dict[str, Callable[[Any], Any]]:
   """Returns what a network computes at once: name -> a function of its parameters."""
   config: Any = getattr(network, "config", None)
-  rng = np.random.default_rng(0)
   if isinstance(config, T5Config):
+    rng = np.random.default_rng(0)
     ids = jnp.asarray(rng.integers(2, config.vocab_size, (batch, inputs)), jnp.int32)
     made = ["prepared", "cache"]
     # `start` runs the decoder for its shapes alone, and XLA leaves that out.

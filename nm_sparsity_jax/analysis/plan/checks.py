@@ -96,8 +96,10 @@ def restore(plan: Plan, path: str | None) -> dict[str, Any] | None:
   newest = folders.latest(folder) if looks else None
   if newest is not None:
     plan.notes.append(f"MODEL_DIR has checkpoints: the run would resume from {newest}")
-  named = plan.config.get("INITIAL_CHECKPOINT_PATH" if plan.trains else "CHECKPOINT_PATH")
-  if not (name := newest or path or named):
+  name = newest or path
+  if not name and (plan.config.local or plan.state is not None):  # a run that can be made
+    name = plan.config.get("INITIAL_CHECKPOINT_PATH" if plan.trains else "CHECKPOINT_PATH")
+  if not name:
     return None
   network_config = getattr(plan.workload, "network_config", None)
   stored = checkpoint.read(str(name), plan.variables, network_config)

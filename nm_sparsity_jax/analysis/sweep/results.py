@@ -207,7 +207,7 @@ def page(found: Mapping[str, Any]) -> pathlib.Path | None:
   recipes = recipes[: charts.MAX_RUNS]  # more have no colours; the tables have all
   section = Section("results", "Results", list(_parts(found, recipes)))
   path = pathlib.Path(found["out"], "report.html")
-  return page_of.write(path, f"N:M sparsity: {', '.join(recipes)}", recipes, [section])
+  return page_of.write(path, f"N:M sparsity: {', '.join(recipes)}", recipes, [section], {})
 
 
 def _parts(found: Mapping[str, Any], drawn: Sequence[str]) -> Iterator[Part]:
