@@ -76,14 +76,9 @@ def _measured(name: str, work: Callable, dense: Any, packed: Any, turns: int) ->
     side: lambda side=side: jax.block_until_ready(programs[side](trees[side])) for side in trees
   }
   spent = timing.interleave(calls, turns)
-  return Timing(
-    what=name,
-    dense=spent["dense"],
-    packed=spent["packed"],
-    times=spent["dense"] / spent["packed"],
-    dense_bytes=_memory(programs["dense"]),
-    packed_bytes=_memory(programs["packed"]),
-  )
+  times = spent["dense"] / spent["packed"]
+  dense_bytes, packed_bytes = _memory(programs["dense"]), _memory(programs["packed"])
+  return Timing(name, spent["dense"], spent["packed"], times, dense_bytes, packed_bytes)
 
 
 def _memory(program: Any) -> int:

@@ -58,7 +58,7 @@ def plan(
       "ok": not made.errors,
       **{name: part for name, part in parts.items() if part is not None},
       "errors": made.errors,
-      "warnings": made.warnings,
+      "warnings": list(dict.fromkeys(made.warnings)),  # data sets may share a split
       "notes": made.notes,
     }
     # Patterns and paths become text, so that --json and Python give the same.
