@@ -71,7 +71,7 @@ def test_a_flag_of_gin_is_a_binding():
   [
     (ValueError("a\n  b"), "a b"),
     (KeyError("a"), "KeyError: 'a'"),
-    (PermissionError(13, "Permission denied", "a"), "a: Permission denied"),
+    (PermissionError(13, "Permission denied", "a"), "[Errno 13] Permission denied: 'a'"),
   ],
 )
 def test_an_error_is_one_line(error, said, monkeypatch, capsys):

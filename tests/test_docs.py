@@ -238,9 +238,9 @@ def test_local_runs_are_made(block, arrived, tmp_path, monkeypatch):
       if command == "bench":
         bench.workload_of(args)
         continue
-      config, _ = _local.read(args, {"eval": "evaluate"}.get(command, command))
+      config = _local.read(args, {"eval": "evaluate"}.get(command, command))
       for name in arguments.get(command, ["evaluation", "checkpoint", "output_dir"]):
-        _local.argument(config, name)
+        config.argument(name)
 
 
 # --- pages that are typed whole -------------------------------------------------------------------

@@ -113,9 +113,11 @@ def test_a_partial_run_has_no_overall(write):
   assert row_of(run, 20)["columns"]["MRPC"] is None
   with pytest.raises(ValueError, match="no run has scores of step 40"):
     row_of(run, 40)
-  write(SR_STE, task="glue_{}_v002")
-  with pytest.raises(ValueError, match="one column of GLUE"):
-    row_of(run)
+
+
+@pytest.mark.parametrize("row, words", [(DENSE, "the best one, "), (SR_STE, "at the target")])
+def test_the_best_of_a_dense_run_has_no_target_pattern(row, words, write):
+  assert words in scores.render(scores.score([write(row)]))
 
 
 # --- what is read ---------------------------------------------------------------------------------

@@ -102,7 +102,7 @@ def test_the_grid_seed_by_seed_dense_once_a_seed(here):
   [
     ("[0, 3]", "[true]", "seeds=True"),
     ("[0, 3]", "3", "seeds: .*not a list"),
-    ("[macros]", "[variants.idq]\nBETA = 1\n[macros]", "idq"),
+    ("[macros]", "[variant.idp]\nBETA = 1\n[macros]", "variant"),
     ("[macros]", "[macros]\nINITIAL_CHECKPOINT_PATH = 'x'", "INITIAL_CHECKPOINT_PATH: set"),
     # What gin, the rules and the run say.
     ('"idp"]', '"idb"]', "idb-1_4-seed0: .*no recipe 'idb'"),

@@ -13,10 +13,11 @@ import collections
 import functools
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 
 _COMPUTATION = re.compile(r"^(ENTRY )?(%[\w.-]+) \([^\n]*\{\n(.*?)^\}", re.MULTILINE | re.DOTALL)
 _LOOP = re.compile(r" while\(.*?condition=(%[\w.-]+), body=(%[\w.-]+)")
@@ -37,13 +38,11 @@ class Account(NamedTuple):
   """What a compiler says of one run of a program, on each device.
 
   Attributes:
-    bytes: read from and written to memory.
+    bytes: read from and written to memory, where each condition takes its dearest branch.
     flops: floating-point operations.
     memory: bytes of all arguments and temporaries together.
     collectives: kind -> how many stand in the program.
     kernels: how many Pallas kernels stand in the program.
-    least: the bytes where each condition takes its cheapest branch, as in a step that renews no
-      stored mask; `bytes` is of the dearest.
     peak: bytes held at once at most, results included. It is what must fit. A TPU's temporaries
       need not all live at one time, so it may be below `memory`.
   """
@@ -53,7 +52,6 @@ class Account(NamedTuple):
   memory: int
   collectives: Mapping[str, int]
   kernels: int
-  least: float
   peak: int
 
 
@@ -67,29 +65,22 @@ def account(compiled: Any) -> Account:
   """
   text = compiled.as_text()
   program, memory = _Program(text), compiled.memory_analysis()
+  moved, flops = program.cost(program.entry).tolist()
   return Account(
-    *program.cost(program.entry),
+    moved,
+    flops,
     memory.temp_size_in_bytes + memory.argument_size_in_bytes,
-    dict(collections.Counter(_COLLECTIVE.findall(text))),
+    collections.Counter(_COLLECTIVE.findall(text)),
     len(_KERNEL.findall(text)),
-    program.cost(program.entry, min).bytes,
     memory.peak_memory_in_bytes,
   )
 
 
-class Cost(NamedTuple):
-  """Bytes moved and FLOPs."""
-
-  bytes: float
-  flops: float
-
-
-def _sum(costs: Iterable[Cost]) -> Cost:
-  return Cost(*map(sum, zip(Cost(0.0, 0.0), *costs, strict=True)))
-
-
 class _Program:
-  """The computations of an optimized program, by name, as text."""
+  """The computations of an optimized program, by name, as text.
+
+  A cost is an array: bytes moved, FLOPs.
+  """
 
   def __init__(self, text: str):
     self.text, self.bodies = text, {}
@@ -98,37 +89,32 @@ class _Program:
       self.entry = name if entry else getattr(self, "entry", name)
     self.types = dict(_DEFINED.findall(text))
 
-  def cost(self, name: str, choose: Callable = max) -> Cost:
-    """Returns what one run of a computation costs, loops by their trips.
+  def cost(self, name: str) -> np.ndarray:
+    """Returns what one run of a computation costs, loops by their trips."""
+    return self._once(name) + self._left_out(name)
 
-    Args:
-      name: of the computation.
-      choose: `max` takes the dearest branch of each condition, `min` the cheapest.
-    """
-    return _sum([self._once(name), self._left_out(name, choose)])
-
-  def _left_out(self, name: str, choose: Callable) -> Cost:
+  def _left_out(self, name: str) -> np.ndarray:
     """Returns what XLA's analysis leaves out: kernels, and the trips of a loop after the first."""
     body = self.bodies[name]
-    found = [self._of_kernels(body)]
+    found = np.array([self._bytes_of_kernels(body), 0.0])
     for condition, inner in _LOOP.findall(body):
-      trips, once, whole = self._trips(condition), self._once(inner), self.cost(inner, choose)
-      found.append(Cost(*(trips * w - o for w, o in zip(whole, once, strict=True))))
+      # The number that the loop's counter is compared with.
+      trips = max(map(int, _LIMIT.findall(self.bodies[condition])), default=1)
+      found += trips * self.cost(inner) - self._once(inner)
     for names in _CALLED.findall(body):
-      found += [self._left_out(x, choose) for x in self._named(names)]
+      found += sum(self._left_out(x) for x in self._named(names))
     for names in _BRANCHES.findall(body):
       branches = self._named(names)
+      found += max(map(self.cost, branches), key=tuple)
       # XLA's analysis counts the dearest branch.
-      once = map(max, zip(*map(self._once, branches), strict=True))
-      taken = choose(self.cost(x, choose) for x in branches)
-      found.append(Cost(*(t - o for t, o in zip(taken, once, strict=True))))
-    return _sum(found)
+      found -= np.max([self._once(x) for x in branches], axis=0)
+    return found
 
   def _named(self, names: str) -> list[str]:
     return [x for x in re.findall(r"%[\w.-]+", names) if x in self.bodies]
 
   @functools.cache  # noqa: B019  (a program lives as long as its account)
-  def _once(self, name: str) -> Cost:
+  def _once(self, name: str) -> np.ndarray:
     """Returns XLA's cost analysis of a computation, which counts each loop's body once."""
     # No public way leads to a part of a program.
     from jaxlib import _hlo, _jax  # pyright: ignore[reportAttributeAccessIssue]
@@ -137,19 +123,15 @@ class _Program:
     text = text.replace(f"\n{name} (", f"\nENTRY {name} (", 1)
     module = _hlo.hlo_module_from_text("HloModule part\n" + text)
     cost = _jax.hlo_module_cost_analysis(jax.devices("cpu")[0].client, module)
-    return Cost(*(max(cost.get(key, 0.0), 0.0) for key in ("bytes accessed", "flops")))
+    return np.array([max(cost.get(key, 0.0), 0.0) for key in ("bytes accessed", "flops")])
 
-  def _of_kernels(self, body: str) -> Cost:
+  def _bytes_of_kernels(self, body: str) -> int:
     """Returns the bytes that the Pallas kernels of a computation read and write."""
     total = 0
     for result, operands in _KERNEL.findall(body):
       found = [result, *(self.types.get(x, "") for x in re.findall(r"%[\w.-]+", operands))]
       total += sum(_size(*array) for one in found for array in _ARRAY.findall(one))
-    return Cost(total, 0.0)
-
-  def _trips(self, condition: str) -> int:
-    """Returns how often a loop runs: the number that its counter is compared with, or 1."""
-    return max(map(int, _LIMIT.findall(self.bodies[condition])), default=1)
+    return total
 
 
 def _size(kind: str, shape: str) -> int:

@@ -17,10 +17,6 @@ from nm_sparsity_jax.core import installed
 from nm_sparsity_jax.runs import files
 
 
-class Strong(str):
-  """A cell of a table that stands out."""
-
-
 @dataclasses.dataclass(frozen=True)
 class Table:
   """Rows of cells below a head."""
@@ -52,7 +48,7 @@ def write(
   title: str,
   names: Sequence[str],
   sections: Sequence[Section],
-  configs: Mapping[str, str] | None = None,
+  configs: Mapping[str, str],
 ) -> pathlib.Path:
   """Writes a page whole or not at all, and returns its path. The same input makes the same bytes.
 
@@ -73,9 +69,8 @@ def write(
     title=title,
     legend=list(zip(names, charts.COLOURS, strict=False)),
     sections=sections,
-    configs=configs or {},
+    configs=configs,
     versions=installed.versions(installed.NAME, "Python", "jax", "flax", "optax"),
-    is_strong=lambda cell: isinstance(cell, Strong),
     svg_of=lambda chart: base64.b64encode(charts.svg(chart)).decode(),
     numbers_of=lambda chart: numbers(chart, names),
   )

@@ -13,6 +13,7 @@ A step is the global one, as it was written.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import json
@@ -96,12 +97,11 @@ class Run:
     start = trained.started(self.path).get("start", self.settings.get("PRETRAINED_STEPS"))
     if isinstance(start, int):
       return start
-    if "INITIAL_CHECKPOINT_PATH" in self.settings:  # its name may hold the step
-      path = self.settings["INITIAL_CHECKPOINT_PATH"]
-      named = folders.named_step(path) if path else 0
-      if named is not None:
-        return named
-    return trained.start_of(str(self.path))
+    initial = self.settings.get("INITIAL_CHECKPOINT_PATH", "")
+    if initial is None:  # from scratch
+      return 0
+    with contextlib.suppress(ValueError):  # nobody knows
+      return trained.start_of(str(self.path), initial)
 
   @property
   def target(self) -> int | None:
@@ -134,12 +134,14 @@ class Run:
     Of the many losses of T5X, `loss` is that of a target token.
     """
     rooms = [self.path / "train", *sorted((self.path / "training_eval").glob("*"))]
-    found = {room: _by_tag(_series(room, room / "metrics.jsonl")) for room in rooms}
-    found |= {self.path / "inference_eval" / task: _by_tag(x) for task, x in self.tasks.items()}
+    found = {
+      str(room.relative_to(self.path)): _series(room, room / "metrics.jsonl") for room in rooms
+    }
+    found |= {f"inference_eval/{task}": series for task, series in self.tasks.items()}
     return {
-      f"{room.relative_to(self.path)}/{tag}": points
-      for room, by_tag in found.items()
-      for tag, points in by_tag.items()
+      f"{room}/{tag}": points
+      for room, series in found.items()
+      for tag, points in _by_tag(series).items()
     }
 
   @property

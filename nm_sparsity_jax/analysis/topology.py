@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from nm_sparsity_jax.core import installed
+from nm_sparsity_jax.core.text import first_line
 
 # libtpu asks the machine for these unless they are set, and waits for an answer.
 _MACHINE = {
@@ -19,24 +20,21 @@ _MACHINE = {
 }
 
 
-class NoTopology(ValueError):
-  """No chips of that name can be compiled for, here and now."""
-
-
 def devices(name: str) -> Sequence[Any]:
   """Returns the chips of a topology, which need not exist, for shardings and meshes.
 
       devices = topology.devices("v5e:2x2")
       mesh = jax.sharding.Mesh(np.reshape(devices, (2, 2)), ("data", "model"))
 
-  Raises NoTopology where libtpu is missing, does not know the name, fits another JAX, or is held by
-  another process.
-
   Args:
     name: a topology as libtpu calls it, such as 'v5e:4x4'.
+
+  Raises:
+    ValueError: libtpu is missing, does not know the name, fits another JAX, or is held by another
+      process.
   """
   if installed.version("libtpu") is None:
-    raise NoTopology(
+    raise ValueError(
       f"topology {name!r}: libtpu, the compiler for TPUs, is not installed: pip install 'jax[tpu]'."
     )
   from jax.experimental import topologies
@@ -46,12 +44,8 @@ def devices(name: str) -> Sequence[Any]:
   try:
     return topologies.get_topology_desc(name, platform="tpu").devices
   except Exception as e:  # libtpu raises its own kinds
-    reason = " ".join(str(e).split())
-    if "lockfile" in reason or "libtpu_lock" in reason:
-      what = "another process holds libtpu; if none is left, delete /tmp/libtpu_lockfile"
-    else:
-      what = (
-        f"libtpu refuses it ({reason[:120]}): it knows v5e:2x2, v5p:2x2x1, v4:2x2x1, v6e:2x2 and "
-        "larger ones, and nm-sparsity doctor --for tpu says whether it fits this JAX"
-      )
-    raise NoTopology(f"topology {name!r}: {what}.") from e
+    raise ValueError(
+      f"topology {name!r}: libtpu refuses it ({first_line(e)}). It knows v5e:2x2, v5p:2x2x1, "
+      "v4:2x2x1, v6e:2x2 and larger ones, and nm-sparsity doctor --for tpu says whether it fits "
+      "this JAX. Where no other process holds libtpu, delete /tmp/libtpu_lockfile."
+    ) from e

@@ -97,14 +97,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def one_line(error: BaseException) -> str:
   """Returns an error as one line: its text, with its class where the text alone says too little."""
-  text = str(error)
-  if isinstance(error, OSError) and error.strerror:  # the system's, which numbers its sentences
-    text = f"{error.filename}: {error.strerror}" if error.filename else error.strerror
+  text = str(error).partition("In call to configurable")[0]  # gin's account of the calls follows
   # A name from outside must not control the terminal.
   text = printable(" ".join(text.split()))
   if isinstance(error, ValueError | RuntimeError | OSError | ImportError) and text:
     return text
-  return f"{type(error).__name__}: {text}" if text else type(error).__name__
+  return f"{type(error).__name__}: {text}"
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -119,6 +117,5 @@ def _parser() -> argparse.ArgumentParser:
     allow_abbrev=False,
   )
   parser.add_argument("--version", action="version", version=f"nm-sparsity {__version__}")
-  words = dict.fromkeys(name.split()[0] for name in COMMANDS)
-  parser.add_argument("command", choices=words, nargs="?", help=argparse.SUPPRESS)
+  parser.add_argument("command", nargs="?", help=argparse.SUPPRESS)
   return parser

@@ -102,8 +102,11 @@ def require(*modules: str) -> None:
 # --- checkpoints --------------------------------------------------------------------------------
 
 
-def add_rules(parser: argparse.ArgumentParser) -> None:
-  """Adds --rules and --axes, for a checkpoint that does not hold them, --import and --json."""
+def add_checkpoint(parser: argparse.ArgumentParser) -> None:
+  """Adds a checkpoint, --rules and --axes for one that holds none, --import and --json."""
+  parser.add_argument(
+    "checkpoint", metavar="CKPT", help="a checkpoint, a folder of them, or a file: see above"
+  )
   parser.add_argument(
     "--rules",
     type=_dict,
@@ -133,6 +136,19 @@ def _dict(text: str) -> Mapping[str, Any]:
     raise argparse.ArgumentTypeError(f"{text} is not a dict; strings need quotes") from e
 
 
-def checkpoint(text: str) -> str | int:
-  """Returns the value of --checkpoint: 'best', 'last' or a step."""
+# --- runs ---------------------------------------------------------------------------------------
+
+
+def add_runs(parser: argparse.ArgumentParser) -> None:
+  """Adds folders of runs, the checkpoint that their scores are of, and --import."""
+  parser.add_argument("runs", nargs="+", metavar="DIR", help="folder of a run")
+  parser.add_argument(
+    "--checkpoint", type=_step, default="best", metavar="best|last|STEP",
+    help="the step of each task: the one with the best mean of its metrics (the default; the "
+    "earliest of equals), its last one, or this one (T5X counts from pre-training on)",
+  )  # fmt: skip
+  add_import(parser)
+
+
+def _step(text: str) -> str | int:
   return text if text in ("best", "last") else int(text)

@@ -5,52 +5,38 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
-from typing import Any
 
 from nm_sparsity_jax.cli import _flags
 from nm_sparsity_jax.integrations import gin_files
 
 
-def read(args: argparse.Namespace, program: str) -> tuple[gin_files.Config, str]:
-  """Returns the configuration of a program of the local runner, and its text for config.gin."""
+def read(args: argparse.Namespace, program: str) -> gin_files.Config:
+  """Returns the configuration of a program of the local runner."""
   _flags.require("clu")
   paths = _flags.search_paths(args)
   config = gin_files.read(args.gin_file, args.gin_bindings, paths, program)
   if isinstance(module := config.get("MIXTURE_OR_TASK_MODULE"), str):
     gin_files.refuse_missing_module(module)  # before imports of many seconds
-  if config.settings("Source") or config.settings("Evaluation"):  # of T5: seqio
-    _prepare_seqio(args)
-  return config, config.text()
+  if config.settings("Source") or config.settings("Evaluation"):  # of T5
+    _flags.require("seqio", "tensorflow")
+    from nm_sparsity_jax.trainer import data
 
-
-def _prepare_seqio(args: argparse.Namespace) -> None:
-  _flags.require("seqio", "tensorflow")
-  from nm_sparsity_jax.trainer import data
-
-  with contextlib.nullcontext() if args.debug else gin_files.quiet():
-    seqio = data.import_seqio()
-  if args.tfds_data_dir:
-    seqio.set_tfds_data_dir_override(args.tfds_data_dir)
-  if args.seqio_additional_cache_dirs:
-    seqio.add_global_cache_dirs(args.seqio_additional_cache_dirs.split(","))
+    with gin_files.quiet():
+      seqio = data.import_seqio()
+    if args.tfds_data_dir:
+      seqio.set_tfds_data_dir_override(args.tfds_data_dir)
+    if args.seqio_additional_cache_dirs:
+      seqio.add_global_cache_dirs(args.seqio_additional_cache_dirs.split(","))
+  return config
 
 
 def call(args: argparse.Namespace, program: str) -> int:
-  """Runs `evaluate` or `infer` of the local runner; returns the exit code, 0."""
-  config, text = read(args, program)
+  """Runs `evaluate` or `infer` of the local runner; returns the exit code."""
+  config = read(args, program)
   from nm_sparsity_jax.trainer import train
 
   names = ("model", "evaluation", "checkpoint", "output_dir")
   getattr(train, program)(
-    **{n: argument(config, n) for n in names}, config=text, memory=args.memory
+    **{name: config.argument(name) for name in names}, config=config.text(), memory=args.memory
   )
   return 0
-
-
-def argument(config: gin_files.Config, name: str) -> Any:
-  """Returns an argument of the program; an error has no account of gin's calls."""
-  try:
-    return config.argument(name)
-  except Exception as e:
-    raise ValueError(gin_files.message(e)) from e

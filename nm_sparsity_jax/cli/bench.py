@@ -39,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     "--dtype", choices=("float32", "bfloat16", "int8"),
     help="of packed values (default: as they are)",
   )  # fmt: skip
-  add("--batch", type=int, default=1, metavar="N", help="examples at once (default: 1)")
+  add("--batch", type=int, default=1, metavar="N", help="of CKPT: examples at once (default: 1)")
   add("--inputs", type=int, default=64, metavar="N", help="tokens of a T5's input (default: 64)")
   add("--cores", type=int, metavar="N", help="run on so many cores (default: all there are)")
   add("--json", action="store_true", help="print the findings as JSON")
@@ -48,12 +48,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
   """Measures and prints."""
-  has_idle = (args.batch, args.inputs) != (1, 64) if args.shapes else args.pattern != "1:8"
-  if (args.checkpoint is None) == (args.shapes is None) or has_idle:
-    raise ValueError(
-      "give a checkpoint, with --batch and --inputs, or --shapes K,F,ROWS for products alone, "
-      "with --pattern."
-    )
+  if (args.checkpoint is None) == (args.shapes is None):
+    raise ValueError("give a checkpoint, or --shapes K,F,ROWS for products alone.")
   if args.cores is not None:
     # XLA counts the cores of the process when it is imported.
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: args.cores])

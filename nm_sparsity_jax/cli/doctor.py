@@ -26,7 +26,6 @@ from typing import NamedTuple
 from nm_sparsity_jax.core import installed
 from nm_sparsity_jax.core.text import columns
 
-PURPOSES = ("core", "local", "t5x", "tpu")
 # Not in the package index, and the commits that were tested.
 UNPUBLISHED = {
   "t5x": "cc342d419ec3e3e9c4bf1df33c82330cafdc1e16",
@@ -54,7 +53,7 @@ class Finding(NamedTuple):
 def add_arguments(parser: argparse.ArgumentParser) -> None:
   """Adds what must be there."""
   parser.add_argument(
-    "--for", dest="purpose", choices=PURPOSES,
+    "--for", dest="purpose", choices=("core", "local", "t5x", "tpu"),
     help="what must be there; by default t5x where T5X is found, else core",
   )  # fmt: skip
 
@@ -77,7 +76,7 @@ def install_command(purpose: str) -> str:
   """Returns the command that installs what a purpose needs, from a checkout where this is one.
 
   Args:
-    purpose: one of `PURPOSES`.
+    purpose: what --for takes.
   """
   extra = "" if purpose == "core" else f"[{purpose}]"
   package = folder_of("nm_sparsity_jax")
@@ -90,7 +89,7 @@ def examine(purpose: str) -> Iterator[Finding]:
   """Yields what it finds of packages, conflicts and kernels.
 
   Args:
-    purpose: what must be there, one of `PURPOSES`.
+    purpose: what must be there: what --for takes.
   """
   if installed.version(installed.NAME) is None:
     text = "runs from a folder, but is not installed"
@@ -135,14 +134,10 @@ def _unpublished(name: str) -> Finding:
   folder, docs = folder_of(name), "install it from its source: docs/t5x.md"
   if folder is None:
     return Finding("BAD", name, "is not installed, and not on PyPI", docs)
-  if name == "t5x" and not (folder / "configs" / "runs" / "finetune.gin").is_file():
-    return Finding("BAD", name, f"{folder}, without its gin files", docs)
   # pip's note on where a distribution comes from (PEP 610); none where a folder is on the path.
-  try:
-    note = importlib.metadata.distribution(name).read_text("direct_url.json")
-  except importlib.metadata.PackageNotFoundError:
-    note = None
-  commit = json.loads(note or "{}").get("vcs_info", {}).get("commit_id", "unknown")
+  notes = [d.read_text("direct_url.json") for d in importlib.metadata.distributions(name=name)]
+  note = next(filter(None, notes), "{}")
+  commit = json.loads(note).get("vcs_info", {}).get("commit_id", "unknown")
   if commit == UNPUBLISHED[name]:
     return Finding("ok", name, f"commit {commit[:7]} ({folder})")
   return Finding("!", name, f"commit {commit[:7]}; tested: {UNPUBLISHED[name][:7]}", docs)

@@ -14,10 +14,7 @@ import argparse
 
 from nm_sparsity_jax.cli import _flags
 
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-  """Adds --memory, and T5X's flags."""
-  _flags.add_evaluation(parser)
+add_arguments = _flags.add_evaluation  # --memory, and T5X's flags
 
 
 def run(args: argparse.Namespace) -> int:

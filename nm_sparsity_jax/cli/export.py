@@ -31,8 +31,8 @@ from nm_sparsity_jax.cli import _flags
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
   """Adds what to read and what to write."""
+  _flags.add_checkpoint(parser)
   add = parser.add_argument
-  add("checkpoint", metavar="CKPT", help="a checkpoint, or a folder of them")
   add("out", metavar="OUT", help="F.safetensors, or a folder for a T5; it must be new")
   add(
     "--feed-forward",
@@ -40,7 +40,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     help="feed_forward_proj of a T5, where its run did not note it; else gated-gelu (T5 1.1) or "
     "relu (T5 1.0)",
   )
-  _flags.add_rules(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -51,7 +50,7 @@ def run(args: argparse.Namespace) -> int:
   proof = runs.export(args.checkpoint, args.out, **rules, feed_forward=args.feed_forward)
   if args.json:
     print(json.dumps(proof and proof.as_dict(), indent=2))
-    return 0 if proof is None or proof.ok else 1
-  print(f"{args.out}: the weights of {args.checkpoint}, as they were written")
-  print("It is dense: nothing to prove." if proof is None else f"\n{proof}")
+  else:
+    print(f"{args.out}: the weights of {args.checkpoint}, as they were written")
+    print("It is dense: nothing to prove." if proof is None else f"\n{proof}")
   return 0 if proof is None or proof.ok else 1

@@ -30,11 +30,10 @@ from nm_sparsity_jax.cli import _flags, verify
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
   """Adds what to read and where to write."""
+  _flags.add_checkpoint(parser)
   add = parser.add_argument
-  add("checkpoint", metavar="CKPT", help="a checkpoint, a folder of them, or a file: see above")
   add("out", metavar="OUT", help="gets OUT/checkpoint_<step>, which must be new: see above")
   add("--early", action="store_true", help="finalize although the schedule is not over")
-  _flags.add_rules(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -42,8 +41,6 @@ def run(args: argparse.Namespace) -> int:
   from nm_sparsity_jax import runs
 
   proof = runs.finalize(args.checkpoint, args.out, early=args.early, **_flags.rules(args))
-  if args.json:
-    print(json.dumps(proof.as_dict(), indent=2))
-    return 0 if proof.ok else 1
-  print(f"{verify.head(proof.stored, proof.rules, proof.stored.path)}\n\n{proof}")
+  text = f"{verify.head(proof, proof.stored.path)}\n\n{proof}"
+  print(json.dumps(proof.as_dict(), indent=2) if args.json else text)
   return 0 if proof.ok else 1

@@ -11,12 +11,10 @@ import argparse
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
   """Adds nothing: the command takes no arguments."""
-  del parser
 
 
 def run(args: argparse.Namespace) -> int:
   """Prints the folder."""
-  del args
   from nm_sparsity_jax.integrations import gin_files
 
   print(gin_files.folder())

@@ -23,15 +23,8 @@ from nm_sparsity_jax.cli import _flags
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
   """Adds the runs, the checkpoint and the form of the output."""
-  add = parser.add_argument
-  add("runs", nargs="+", metavar="DIR", help="folder of a run")
-  add(
-    "--checkpoint", type=_flags.checkpoint, default="best", metavar="best|last|STEP",
-    help="the step of each task: the one with the best mean of its metrics (the default; the "
-    "earliest of equals), its last one, or this one (T5X counts from pre-training on)",
-  )  # fmt: skip
-  _flags.add_import(parser)
-  add("--json", action="store_true", help="print all of it as JSON, not rounded")
+  _flags.add_runs(parser)
+  parser.add_argument("--json", action="store_true", help="print all of it as JSON, not rounded")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 
+from nm_sparsity_jax.analysis.scores import submission
 from nm_sparsity_jax.runs import glue
 
 
@@ -34,8 +35,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
   """Reads, makes, checks and writes."""
-  from nm_sparsity_jax.analysis.scores import submission
-
   fill = submission.TASKS if "all" in args.fill else args.fill
   tables, filled, problems = submission.make(args.paths, fill)
   for name, count in filled.items():

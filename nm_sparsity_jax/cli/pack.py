@@ -26,15 +26,14 @@ from nm_sparsity_jax.cli import _flags
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
   """Adds what to read, what to write, and the dtype of values."""
+  _flags.add_checkpoint(parser)
   add = parser.add_argument
-  add("checkpoint", metavar="CKPT", help="a checkpoint that is n:m, or a folder of them")
   add("out", metavar="FILE", help="F.safetensors, which must be new")
   add(
     "--dtype",
     choices=("float32", "bfloat16", "float16", "int8"),
     help="of packed values; else as they are. int8 rounds, with one scale for each column",
   )
-  _flags.add_rules(parser)
 
 
 def run(args: argparse.Namespace) -> int:

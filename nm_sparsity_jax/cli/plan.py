@@ -17,7 +17,6 @@ Exit code: 0 = nothing stands in the way, 1 = there are errors.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 
 from nm_sparsity_jax.cli import _flags
@@ -38,7 +37,7 @@ def run(args: argparse.Namespace) -> int:
   from nm_sparsity_jax.analysis import plan
   from nm_sparsity_jax.integrations import gin_files
 
-  with contextlib.nullcontext() if args.debug else gin_files.quiet():
+  with gin_files.quiet():
     report = plan.plan(args.gin_file, args.gin_bindings, where, args.checkpoint, args.topology)
   print(json.dumps(report, indent=2) if args.json else plan.render(report))
   return 0 if report["ok"] else 1

@@ -18,14 +18,10 @@ from nm_sparsity_jax.cli import _flags
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
   """Adds the runs, the checkpoint, and where to write."""
-  add = parser.add_argument
-  add("runs", nargs="+", metavar="RUN", help="folder of a run")
-  add("--out", default="report.html", metavar="FILE", help="the page (default: report.html)")
-  add(
-    "--checkpoint", type=_flags.checkpoint, default="best", metavar="best|last|STEP",
-    help="of the scores, as for `nm-sparsity glue score` (default: best)",
-  )  # fmt: skip
-  _flags.add_import(parser)
+  _flags.add_runs(parser)
+  parser.add_argument(
+    "--out", default="report.html", metavar="FILE", help="the page (default: report.html)"
+  )
 
 
 def run(args: argparse.Namespace) -> int:

@@ -13,13 +13,11 @@ Exit code: 0 = found, 1 = no row has all words.
 from __future__ import annotations
 
 import argparse
-import json
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-  """Adds the words, and what is printed."""
+  """Adds the words."""
   parser.add_argument("words", metavar="WORD", nargs="*", help="what a row must have")
-  parser.add_argument("--json", action="store_true", help="print all that a row has, as JSON")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -31,10 +29,6 @@ def run(args: argparse.Namespace) -> int:
   found = paper.search(words)
   if not found:
     raise ValueError(f"no row has {' and '.join(words)}; `nm-sparsity rows` lists all")
-  if args.json:
-    plain = [{"table": row.table, "ROW": row.name, **row.published} for row in found]
-    print(json.dumps(plain, indent=2))
-  else:
-    cells = [(row.table, row.name, row.score or "no score") for row in found]
-    print("\n".join(columns([("table", "ROW", "published"), *cells])))
+  cells = [(row.table, row.name, row.score or "no score") for row in found]
+  print("\n".join(columns([("table", "ROW", "published"), *cells])))
   return 0

@@ -14,7 +14,6 @@ Exit code: 0 = done, or stopped by SIGTERM and saved; 1 = a setting is wrong or 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import os
 import sys
@@ -40,7 +39,7 @@ def run(args: argparse.Namespace) -> int:
 
   _flags.require("gin", "clu", "jinja2", "matplotlib")
   _flags.import_modules(args)
-  with contextlib.nullcontext() if args.debug else gin_files.quiet():
+  with gin_files.quiet():
     grid = sweep.read(args.file, args.imports, data=not args.table)
   failed, stopped = (0, None) if args.table else sweep.train(grid, environment)
   found = sweep.table(grid)

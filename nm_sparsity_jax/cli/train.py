@@ -15,18 +15,15 @@ import argparse
 
 from nm_sparsity_jax.cli import _flags
 
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-  """Adds T5X's flags."""
-  _flags.add_gin(parser)
+add_arguments = _flags.add_gin  # T5X's flags
 
 
 def run(args: argparse.Namespace) -> int:
   """Trains."""
   from nm_sparsity_jax.cli import _local
 
-  config, text = _local.read(args, "train")
+  config = _local.read(args, "train")
   from nm_sparsity_jax.trainer import train
 
   settings = train.settings_of(config.settings("Run"))
-  return train.train(_local.argument(config, "run"), settings, text)
+  return train.train(config.argument("run"), settings, config.text())

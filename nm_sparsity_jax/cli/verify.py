@@ -21,22 +21,12 @@ from __future__ import annotations
 
 import argparse
 import json
-from typing import TYPE_CHECKING
+from typing import Any
 
 from nm_sparsity_jax.cli import _flags
 from nm_sparsity_jax.core.text import printable
 
-if TYPE_CHECKING:
-  from nm_sparsity_jax.runs.checkpoint import Stored
-  from nm_sparsity_jax.training.rules import Rules
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-  """Adds the checkpoint, and its rules where it does not hold them."""
-  parser.add_argument(
-    "checkpoint", metavar="CKPT", help="a checkpoint, a folder of them, or a file: see above"
-  )
-  _flags.add_rules(parser)
+add_arguments = _flags.add_checkpoint
 
 
 def run(args: argparse.Namespace) -> int:
@@ -47,28 +37,26 @@ def run(args: argparse.Namespace) -> int:
   if args.json:
     print(json.dumps(proof.as_dict(), indent=2))
     return 0 if proof.ok else 1
-  print(f"{head(proof.stored, proof.rules, args.checkpoint)}\n\n{proof}")
+  print(f"{head(proof, args.checkpoint)}\n\n{proof}")
   if proof.ok:
     return 0
-  if proof.stored.average:
-    print("The moving average of a run is dense: `nm-sparsity finalize` makes zeros.")
-  elif proof.stored.in_place:
+  if proof.stored.in_place and not proof.stored.average:
     print("The weights of this run are n:m when its schedule is over.")
   elif proof.stored.sparse_step is not None and not proof.rules.is_dense:
-    print("T5X stores dense weights, on which masks act: `nm-sparsity finalize` makes zeros.")
+    print("Masks act on dense weights, or on their average: `nm-sparsity finalize` makes zeros.")
   return 1
 
 
-def head(stored: Stored, rules: Rules, asked: str) -> str:
+def head(proof: Any, asked: str) -> str:
   """Says what was looked at, and by which rules.
 
   Args:
-    stored: the checkpoint.
-    rules: by which it was looked at.
+    proof: what `runs.verify` returned.
     asked: the checkpoint or folder that was named.
   """
   from nm_sparsity_jax.training import rules_text
 
+  stored, rules = proof.stored, proof.rules
   facts = [f"the newest in {asked}"] * (stored.path != asked) + [stored.format]
   for name, step in (("step", stored.step), ("sparse step", stored.sparse_step)):
     if step is not None:

@@ -16,6 +16,7 @@ import numpy as np
 from nm_sparsity_jax.analysis.bench import timing
 from nm_sparsity_jax.analysis.bench.timing import Found, Timing
 from nm_sparsity_jax.core import packed as of_one
+from nm_sparsity_jax.core.groups import Groups
 from nm_sparsity_jax.core.packed import NMPacked, choice, cpu
 from nm_sparsity_jax.core.patterns import NM
 
@@ -46,8 +47,8 @@ def _measured(kernel: NMPacked, rows: int, turns: int) -> Timing:
   # One weight alone would stay in the cache, and then its bytes cost nothing.
   copies = 4 if rows <= _FEW else 1
   calls = _calls(jnp.asarray(x), kernel, copies, way)
-  taken = timing.interleave(calls, turns, cold=timing.CACHE)
-  spent = {name: seconds / copies for name, seconds in taken.items()}
+  taken = timing.interleave(calls, turns, cold=timing.CACHE).items()
+  spent = {name: seconds / copies for name, seconds in taken}
   packed = spent.pop(way)
   dense = min(spent, key=spent.__getitem__)
   return Timing(
@@ -77,7 +78,7 @@ def repeated(
 ) -> Callable[[], Any]:
   """Returns a call that multiplies x by each weight.
 
-  With several cores each product waits for the one before, as layers do: XLA would hand independent
+  Each product waits for the one before, as layers do: with several cores XLA would hand independent
   ones to all of them.
 
   Args:
@@ -85,16 +86,14 @@ def repeated(
     x: the rows.
     weights: dense ones or packed ones.
   """
-  several = timing.threads() > 1
 
   def turn(state: Any, held: Sequence[Any]) -> Any:
     x, found = state[0], []
     for w in held:
       found.append(function(x, w))
-      if several or len(found) == len(held):
-        # Donated: updated in place, and by a value that XLA does not know, so that no product can
-        # be left out or reused.
-        x = x.at[0, 0].set(0 * found[-1][0, 0])
+      # Donated: updated in place, and by a value that XLA does not know, so that no product can be
+      # left out or reused.
+      x = x.at[0, 0].set(0 * found[-1][0, 0])
     return x, found
 
   run = jax.jit(turn, donate_argnums=0)
@@ -122,9 +121,6 @@ def random(depth: int, features: int, pattern: NM, dtype: Any = None) -> NMPacke
     pattern: n:m.
     dtype: of the values; None: float32.
   """
-  rng = np.random.default_rng(0)
-  groups = -(-depth // pattern.m), pattern.m, features  # the last one may be cut
-  # A random permutation of each group has n entries below n.
-  kept = np.argsort(rng.random(groups, np.float32), axis=1) < pattern.n
-  w = np.where(kept, rng.standard_normal(groups, np.float32), np.float32(0))
-  return of_one.pack(w.reshape(-1, features)[:depth], pattern, dtype=dtype)
+  w = np.random.default_rng(0).standard_normal((depth, features), np.float32)
+  kept = Groups(w.shape, 0, pad=-depth % pattern.m).magnitude_mask(jnp.asarray(w), pattern)
+  return of_one.pack(np.where(kept, w, np.float32(0)), pattern, dtype=dtype)

@@ -1,8 +1,7 @@
 """What a network computes at once, timed with dense weights and with packed ones.
 
 T5       the inputs of a batch are read; tokens are decoded
-images   a forward pass
-others   a workload's `predict`, on the first batch of its first split
+others   a workload's `predict`, of rows of zeros
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from nm_sparsity_jax.analysis.bench import timing
 from nm_sparsity_jax.analysis.bench.timing import Found, Timing
 from nm_sparsity_jax.deploy import inference_tree
 from nm_sparsity_jax.models.t5 import T5Config
-from nm_sparsity_jax.trainer.workloads import Workload, decoding
+from nm_sparsity_jax.trainer.workloads import Workload, decoding, vision
 
 _NEVER = -1  # no token ends a row
 
@@ -77,9 +76,9 @@ def _measured(name: str, work: Callable, dense: Any, packed: Any, turns: int) ->
     side: lambda side=side: jax.block_until_ready(programs[side](trees[side])) for side in trees
   }
   spent = timing.interleave(calls, turns)
-  memory = {side: _memory(program) for side, program in programs.items()}
   times = spent["dense"] / spent["packed"]
-  return Timing(name, spent["dense"], spent["packed"], times, memory["dense"], memory["packed"])
+  dense_bytes, packed_bytes = _memory(programs["dense"]), _memory(programs["packed"])
+  return Timing(name, spent["dense"], spent["packed"], times, dense_bytes, packed_bytes)
 
 
 def _memory(program: Any) -> int:
@@ -92,8 +91,8 @@ def _works(
 ) -> dict[str, Callable[[Any], Any]]:
   """Returns what a network computes at once: name -> a function of its parameters."""
   config: Any = getattr(network, "config", None)
-  rng = np.random.default_rng(0)
   if isinstance(config, T5Config):
+    rng = np.random.default_rng(0)
     ids = jnp.asarray(rng.integers(2, config.vocab_size, (batch, inputs)), jnp.int32)
     made = ["prepared", "cache"]
     # `start` runs the decoder for its shapes alone, and XLA leaves that out.
@@ -101,17 +100,11 @@ def _works(
     decoded = lambda params: decoding.greedy(network, params, ids, tokens, eos_id=_NEVER)[0]
     return {"the inputs": read, f"inputs and {tokens} tokens": decoded}
   if hasattr(config, "image_size"):
-    side = config.image_size
-    images = jnp.asarray(rng.standard_normal((batch, side, side, config.channels), np.float32))
-    return {
-      "a forward pass": lambda params: network.apply(
-        {"params": params, **state}, images, train=False
-      )
-    }
+    network = vision.Images(network, None)
   if isinstance(network, Workload):
-    batches = next(iter(network.splits().values()))
-    first = {name: jnp.asarray(x) for name, x in next(iter(batches)).items()}
-    return {"a batch of predictions": lambda params: network.predict(params, state, first)}
+    like = network.example().items()
+    rows = {name: jnp.zeros((batch, *x.shape[1:]), x.dtype) for name, x in like}
+    return {"a forward pass": lambda params: network.predict(params, state, rows)}
   raise ValueError(
     f"{type(network).__name__}: nobody knows what to feed it. Give a T5 or a network of images of "
     "this package, or a workload with `predict`; `bench.products` takes shapes alone."

@@ -55,11 +55,6 @@ class Plan:
     """Returns True unless the run file is of an evaluation or of predictions."""
     return self.config.program in (None, "train")
 
-  def number(self, macro: str) -> int | None:
-    """Returns the whole number that a macro is set to; None where it is none."""
-    value = self.config.get(macro)
-    return value if isinstance(value, int) else None
-
   def attempt(self, function: Callable[..., Any], *args: Any) -> Any:
     """Returns function(*args); notes an error and returns None where it fails."""
     try:
@@ -115,7 +110,7 @@ class Plan:
   def batch(self) -> dict[str, Any]:
     """Returns the shapes of a training batch of T5X."""
     packed = bool(getattr(self.config.argument("train_dataset_cfg"), "pack", False))
-    return dict(self.workload.tokens(self.number("BATCH_SIZE") or 1, packed))
+    return dict(self.workload.tokens(self.config.get("BATCH_SIZE") or 1, packed))
 
   def t5x_programs(self, model: Any, devices: Sequence[Any] | None = None) -> Any:
     """Returns the programs of a T5X run that trains a model.

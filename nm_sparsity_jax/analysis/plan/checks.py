@@ -9,13 +9,15 @@ path -> checkpoint  -> [T5X's transformations] -> keys: loaded, initialised, dro
 
 from __future__ import annotations
 
+import collections
+import dataclasses
 import functools
 from collections.abc import Mapping
 from typing import Any
 
 from nm_sparsity_jax.analysis.plan.build import Plan
 from nm_sparsity_jax.core.trees import flatten, nested
-from nm_sparsity_jax.deploy import names, unstack_layers
+from nm_sparsity_jax.deploy import unstack_layers
 from nm_sparsity_jax.integrations import gin_files
 from nm_sparsity_jax.runs import checkpoint, checkpoint_rules, folders
 
@@ -25,28 +27,15 @@ _DATASETS = ("train_dataset_cfg", "train_eval_dataset_cfg", "infer_eval_dataset_
 
 def check(plan: Plan) -> None:
   """Raises what the program would refuse before its first step."""
-  if plan.config.local:
-    if plan.model is not None:
-      _local(plan)
-  elif plan.config.program is not None:
+  config = plan.config
+  if config.program is not None and not config.local:
     _data(plan)
+  elif plan.run is not None:
+    from nm_sparsity_jax.trainer import train
 
-
-def _local(plan: Plan) -> None:
-  """Asks the run, as `train`, `evaluate` and `infer` do."""
-  from nm_sparsity_jax.trainer import train
-
-  if plan.config.program == "train":
-    train.check(plan.run, train.settings_of(plan.config.settings("Run")))
-    return
-  plan.config.argument("evaluation")(plan.model)
-
-
-def _restore_settings(plan: Plan) -> Any:
-  """Returns T5X's settings of what the program restores; None where nothing sets them."""
-  if plan.config.program == "train":
-    return getattr(plan.config.argument("checkpoint_cfg"), "restore", None)
-  return plan.config.argument("restore_checkpoint_cfg")
+    train.check(plan.run, train.settings_of(config.settings("Run")))
+  elif plan.model is not None:
+    config.argument("evaluation")(plan.model)
 
 
 def _data(plan: Plan) -> None:
@@ -107,7 +96,10 @@ def restore(plan: Plan, path: str | None) -> dict[str, Any] | None:
   newest = folders.latest(folder) if looks else None
   if newest is not None:
     plan.notes.append(f"MODEL_DIR has checkpoints: the run would resume from {newest}")
-  if not (name := newest or path or _named(plan)):
+  name = newest or path
+  if not name and (plan.config.local or plan.state is not None):  # a run that can be made
+    name = plan.config.get("INITIAL_CHECKPOINT_PATH" if plan.trains else "CHECKPOINT_PATH")
+  if not name:
     return None
   network_config = getattr(plan.workload, "network_config", None)
   stored = checkpoint.read(str(name), plan.variables, network_config)
@@ -128,68 +120,50 @@ def restore(plan: Plan, path: str | None) -> dict[str, Any] | None:
   return part
 
 
-def _named(plan: Plan) -> Any:
-  """Returns the checkpoint that the settings name."""
-  if plan.config.local:
-    return plan.config.get("INITIAL_CHECKPOINT_PATH" if plan.trains else "CHECKPOINT_PATH")
-  path = None if plan.config.program is None else getattr(_restore_settings(plan), "path", None)
-  return path[0] if isinstance(path, list | tuple) and path else path
-
-
 def _check_steps(plan: Plan, stored: checkpoint.Stored, resuming: bool) -> None:
   """Notes steps that do not fit to the checkpoint, and one that is not to be started from."""
-  # T5X keeps the step at which the sparse run began; a resumed run counts from there.
-  start, begun = stored.step or 0, "flax_mutables/nm_sparsity/start"
-  if resuming and begun in stored.leaves:
-    start = int(stored.array(begun))
-  elif resuming:  # the local runner asks no more where it began
-    return
-  elif said := checkpoint_rules.check_start(stored):
+  if not resuming and (said := checkpoint_rules.check_start(stored)):
     plan.warnings.append(f"INITIAL_CHECKPOINT_PATH: {said}")
+  # A resumed run counts from the step at which it began.
+  start = stored.start if resuming else stored.step or 0
   macros = "PRETRAINED_STEPS", "TRAIN_STEPS", "TRAIN_STEPS_RELATIVE"
-  steps = map(plan.number, macros)
-  plan.attempt(checkpoint_rules.check_steps, plan.rules, start, *steps)
+  if start is not None:  # that of a dense run is not known
+    steps = map(plan.config.get, macros)
+    plan.attempt(checkpoint_rules.check_steps, plan.rules, start, *steps)
 
 
-def _check_parameters(
-  plan: Plan, path: str, wanted: Mapping[str, Any], leaves: Mapping[str, Any]
-) -> None:
-  """Notes parameters that the checkpoint lacks, or has in another shape."""
-  keys = [key for key in wanted if key.startswith("target/")]
-  shapes = lambda tree: {key: tuple(tree[key].shape) for key in keys if key in tree}
-  if said := names.difference(shapes(wanted), shapes(leaves)):
-    plan.errors.append(f"{path} is of another model: {said}. Take the model file of its run")
-
-
-def _sections(plan: Plan, stored: checkpoint.Stored, resuming: bool) -> dict[str, dict[str, int]]:
+def _sections(
+  plan: Plan, stored: checkpoint.Stored, resuming: bool
+) -> dict[str, Mapping[str, int]]:
   """Returns how much of each section T5X loads, initialises and drops; notes what does not fit."""
   wanted = dict(flatten(plan.state.state_dict()))
-  leaves = _transformed(plan, stored, wanted, resuming)
+  if plan.trains:
+    settings = plan.config.argument("checkpoint_cfg").restore
+  else:
+    settings = plan.config.argument("restore_checkpoint_cfg")
+  leaves = _transformed(plan, stored, settings, wanted, resuming)
   load = [key for key in wanted if key in leaves]
   missing = [key for key in wanted if key not in leaves]
   # T5X's transformations have refused what is missing, or let it start afresh. T5X fails at an
   # array that is missing, but for a start that may fall back.
-  if missing and (resuming or not _restore_settings(plan).fallback_to_scratch):
+  if missing and (resuming or not settings.fallback_to_scratch):
     plan.errors.append(
       f"{stored.path} lacks {len(missing)} arrays, such as {missing[0]}: continue with the "
       "OPTIMIZER and the model file of the config.gin in its folder"
     )
-  _check_parameters(plan, stored.path, {key: wanted[key] for key in load}, leaves)
+  params = {key: wanted[key] for key in load if key.startswith("target/")}
+  plan.attempt(checkpoint.check_shapes, dataclasses.replace(stored, leaves=leaves), params)
   used = {leaves[key] for key in load}  # the transformations may have moved them
   dropped = [key for key, x in stored.leaves.items() if x not in used]
   kinds = {"load": load, "initialise": missing, "drop": dropped}
-  sections: dict[str, dict[str, int]] = {}  # by the first word of a key, such as 'target'
-  for kind, keys in kinds.items():
-    for key in keys:
-      sections.setdefault(key.partition("/")[0], dict.fromkeys(kinds, 0))[kind] += 1
-  return sections
+  section = lambda key: key.partition("/")[0]  # such as 'target'
+  return {kind: collections.Counter(map(section, keys)) for kind, keys in kinds.items()}
 
 
 def _transformed(
-  plan: Plan, stored: checkpoint.Stored, wanted: Mapping[str, Any], resuming: bool
+  plan: Plan, stored: checkpoint.Stored, settings: Any, wanted: Mapping[str, Any], resuming: bool
 ) -> dict[str, Any]:
   """Returns the keys that T5X's transformations make of a checkpoint; they refuse a dense one."""
-  settings = _restore_settings(plan)
   if settings.dtype == "bfloat16" and plan.rules is not None:
     raise ValueError(
       "utils.RestoreCheckpointConfig.dtype = 'bfloat16': masks need the stored dtype, since "

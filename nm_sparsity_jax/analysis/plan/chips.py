@@ -18,7 +18,6 @@ from jax.sharding import NamedSharding, PartitionSpec
 from nm_sparsity_jax.analysis import compiled, topology
 from nm_sparsity_jax.analysis.plan.build import Plan
 from nm_sparsity_jax.recipes import recipe
-from nm_sparsity_jax.trainer.workloads.t5 import T5
 from nm_sparsity_jax.training.rules import Rules
 
 _TOO_LARGE = re.compile(r"\(([\d.]+[KMGT])\) exceeds available HBM \(([\d.]+[KMGT])\)")
@@ -31,7 +30,7 @@ def check(plan: Plan, name: str) -> dict[str, Any]:
     plan: of the run.
     name: of the topology, such as 'v5e:4x4'.
   """
-  has_batch = plan.number("BATCH_SIZE") is not None
+  has_batch = plan.config.get("BATCH_SIZE") is not None
   if plan.rules is None or plan.config.program != "train" or not has_batch:
     raise ValueError(
       f"--topology {name}: name the files of a training run, with its rules and BATCH_SIZE"
@@ -43,7 +42,7 @@ def check(plan: Plan, name: str) -> dict[str, Any]:
   dense = Rules({key: recipe("dense") for key in plan.rules.places})
   for kind, rules in (("dense", dense), ("sparse", None)):
     try:
-      said = compiled.account(lower(plan, devices, rules).compile())._asdict()
+      part[kind] = compiled.account(lower(plan, devices, rules).compile())._asdict()
     except jax.errors.JaxRuntimeError as e:  # a page of text
       if (large := _TOO_LARGE.search(str(e))) is None:
         raise
@@ -51,7 +50,6 @@ def check(plan: Plan, name: str) -> dict[str, Any]:
         f"{name}: the {kind} train step needs {large[1]}iB of each chip, which has {large[2]}iB: "
         "take a larger topology, more NUM_PARTITIONS, more microbatches, or remat"
       ) from e
-    part[kind] = said | {"collectives": dict(said["collectives"])}
   ratio = lambda key: part["sparse"][key] / part["dense"][key]
   return part | {"over_dense": {key: ratio(key) for key in ("bytes", "flops", "peak")}}
 
@@ -69,16 +67,14 @@ def _local(plan: Plan, devices: Sequence[Any], rules: Rules | None) -> Any:
     ema_decay=run.model.ema_decay,
   )
   model.check_batch(workload.batch_size, run.microbatches)
-  if isinstance(workload, T5):  # shapes are enough: no task is read
-    is_packed = workload.data is not None and workload.data.pack
-    batch = workload.tokens(workload.batch_size, is_packed)
-  else:
-    batch = next(iter(workload.batches(0, 0)))
   over_rows = NamedSharding(model.mesh, PartitionSpec("data"))
-  place = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=over_rows)
+  batch = {  # shapes are enough: no task is read
+    name: jax.ShapeDtypeStruct((workload.batch_size, *x.shape[1:]), x.dtype, sharding=over_rows)
+    for name, x in workload.example().items()
+  }
   state = model.state_like(run.optimizer)
   step = model.train_step(run.optimizer, jax.random.PRNGKey(0), run.microbatches)
-  return step.lower(state, jax.tree.map(place, dict(batch)))
+  return step.lower(state, batch)
 
 
 def _t5x(plan: Plan, devices: Sequence[Any], rules: Rules | None) -> Any:

@@ -58,15 +58,12 @@ def loss(plan: Plan) -> dict[str, Any]:
   return part
 
 
-_POINTS = 256  # of the learning rate
-
-
 def rate(plan: Plan) -> dict[str, Any] | None:
   """Returns the part `learning_rate`, its first, highest and last value; None where it is unknown.
 
   It warns where T5X's optimizer has a rate of its own.
   """
-  config, steps, offset = plan.config, plan.number("SPARSE_STEPS"), 0
+  config, steps, offset = plan.config, plan.config.get("SPARSE_STEPS"), 0
   if config.program != "train" or not steps:
     return None
   own = config.argument("learning_rate", "OPTIMIZER")
@@ -80,13 +77,13 @@ def rate(plan: Plan) -> dict[str, Any] | None:
     )
   else:  # T5X counts global steps
     function = config.argument("learning_rate_fn", "SparseTrainer")
-    offset = plan.number("PRETRAINED_STEPS") or 0
+    offset = config.get("PRETRAINED_STEPS") or 0
   if function is None:
     return None
-  # A few points tell how the rate begins, peaks and ends; T5X's functions trace, so one call does.
-  at = np.unique(np.linspace(0, steps - 1, _POINTS).round().astype(np.int32))
+  at = np.arange(steps, dtype=np.int32)
   if callable(function):
-    with jax.numpy_dtype_promotion("standard"):  # T5X's and users' own
+    # T5X's and users' own, which trace: one call does.
+    with jax.numpy_dtype_promotion("standard"):
       function = jax.vmap(function)(at + np.int32(offset))
   values = np.broadcast_to(np.asarray(function, np.float64), at.shape)
   if values.argmax() == len(at) - 1 > 0:
@@ -105,7 +102,7 @@ def cost(plan: Plan, assignment: Assignment) -> dict[str, Any] | None:
     return None
   assert plan.rules is not None  # an assignment is of rules
   sparse = flops.inference(dense, plan.rules)
-  batch = plan.number("BATCH_SIZE") or getattr(plan.workload, "batch_size", None) or 1
+  batch = plan.config.get("BATCH_SIZE") or getattr(plan.workload, "batch_size", None) or 1
   steps = next((p.recipe.phases.total for p in assignment.places.values() if p.recipe.phases), 0)
   training = None
   if plan.trains and steps:

@@ -58,7 +58,7 @@ def plan(
       "ok": not made.errors,
       **{name: part for name, part in parts.items() if part is not None},
       "errors": made.errors,
-      "warnings": list(dict.fromkeys(made.warnings)),
+      "warnings": list(dict.fromkeys(made.warnings)),  # data sets may share a split
       "notes": made.notes,
     }
     # Patterns and paths become text, so that --json and Python give the same.
@@ -75,7 +75,7 @@ def _parts(made: Plan, checkpoint: str | None, topology: str | None) -> dict[str
     made.notes.append("there are no rules: this run is dense, and knows nothing of sparsity")
   if assignment is not None:
     parts["kernels"] = str(assignment)
-    parts["schedule"] = contents.schedule(assignment, made.number("PRETRAINED_STEPS") or 0)
+    parts["schedule"] = contents.schedule(assignment, made.config.get("PRETRAINED_STEPS") or 0)
     for timeline in parts["schedule"]:
       if (d := timeline["segments"][-1]["decay_stop"]) > 0:
         made.warnings.append(

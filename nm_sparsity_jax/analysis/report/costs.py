@@ -8,7 +8,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from nm_sparsity_jax.analysis.run_folder import Run
+from nm_sparsity_jax.models.t5 import T5Config, Transformer
 from nm_sparsity_jax.runs import trained
+from nm_sparsity_jax.trainer.workloads.t5 import T5
+from nm_sparsity_jax.training import flops
 
 
 def training_flops(run: Run, until: int) -> tuple[float, float]:
@@ -21,16 +24,12 @@ def training_flops(run: Run, until: int) -> tuple[float, float]:
   Raises:
     ValueError: the rules, the network or the batch size are not known.
   """
-  from nm_sparsity_jax.training import flops
-
   if run.rules is None:
     raise ValueError(run.no_rules)
   batch, steps = run.settings.get("BATCH_SIZE"), run.settings.get("SPARSE_STEPS")
   if not isinstance(batch, int) or not isinstance(steps, int):
     raise ValueError("BATCH_SIZE and SPARSE_STEPS are not numbers in config.gin")
-  # The local runner notes the operations of any network.
-  noted = (trained.started(run.path).get("workload") or {}).get("ops")
-  cost = _t5_cost(run) if noted is None else flops.Cost(tuple(flops.Op(**op) for op in noted))
+  cost = _cost(run)
   spent = lambda rules: flops.training(cost, rules, batch, steps=steps, until=until).flops
   return spent(run.rules), spent({})
 
@@ -38,10 +37,12 @@ def training_flops(run: Run, until: int) -> tuple[float, float]:
 _BOUND = re.compile(r"^(?:\w+\.)*T5Config\.(?:(preset|wmt)\.)?(\w+) = (.*(?:\n[ \t]+.*)*)", re.M)
 
 
-def _t5_cost(run: Run) -> Any:
-  """Returns the cost of the T5 that config.gin binds, of this package or T5X's own."""
-  from nm_sparsity_jax.models.t5 import T5Config
-
+@functools.cache  # each step of a run asks for it
+def _cost(run: Run) -> flops.Cost:
+  """Returns what the local runner noted of its network, or the cost of the T5 in config.gin."""
+  noted = (trained.started(run.path).get("workload") or {}).get("ops")
+  if noted is not None:
+    return flops.Cost(tuple(flops.Op(**op) for op in noted))
   bound = _BOUND.findall(run.gin)
   lengths = run.settings.get("TASK_FEATURE_LENGTHS")
   if not bound or not isinstance(lengths, Mapping):
@@ -57,13 +58,5 @@ def _t5_cost(run: Run) -> Any:
     values = {name: value for name, value in values.items() if name in ours}
   if any(isinstance(value, trained.Reference) for value in values.values()):
     raise ValueError("config.gin binds T5Config to values that are not plain")
-  config: Any = make(**values)
-  return _traced_cost(config, tuple(lengths.items()))
-
-
-@functools.cache  # runs of one page often have one network
-def _traced_cost(config: Any, lengths: tuple[tuple[str, int], ...]) -> Any:
-  from nm_sparsity_jax.models.t5 import Transformer
-  from nm_sparsity_jax.trainer.workloads.t5 import T5
-
-  return T5(Transformer(config), lengths=dict(lengths)).cost()
+  network: Any = Transformer(make(**values))
+  return T5(network, lengths=lengths).cost()

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import re
 import statistics
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from nm_sparsity_jax.analysis.charts import Chart, Line
-from nm_sparsity_jax.analysis.page import Part, Section, Strong, Table
+from nm_sparsity_jax.analysis.page import Part, Section, Table
 from nm_sparsity_jax.analysis.report.costs import training_flops
 from nm_sparsity_jax.analysis.run_folder import Run
 from nm_sparsity_jax.analysis.scores import table
@@ -28,8 +28,7 @@ def sections(runs: Sequence[Run], checkpoint: table.Checkpoint = "best") -> list
     checkpoint: of the scores: 'best', 'last' or a step, as for `nm-sparsity glue score`.
   """
   return [
-    Section("summary", "Summary", list(summary(runs, checkpoint))),
-    Section("runs", "Runs", [_overview(runs)]),
+    Section("runs", "Runs", list(_overview(runs, checkpoint))),
     Section("scores", "Scores", list(_scores(runs, checkpoint))),
     Section("metrics", "Metrics by task", _curves(runs, "inference_eval/.*")),
     Section("loss", "Loss", _curves(runs, "(train/(?!nm/)|training_eval/).*")),
@@ -55,12 +54,16 @@ def _curves(
     style: of the lines.
     log: whether y is logarithmic.
   """
-  charts = []
+  parts = []
   for tag in sorted({tag for run in runs for tag in run.curves if re.fullmatch(tags, tag)}):
-    points = [(i, run.curves[tag].items()) for i, run in enumerate(runs) if tag in run.curves]
-    lines = [Line(i, list(found), style) for i, found in points]
-    charts.append(Chart(re.sub(r"\W", "_", tag), tag, "step", lines, log))
-  return charts or ["No run has written such curves."]
+    points = {i: run.curves[tag] for i, run in enumerate(runs) if tag in run.curves}
+    values = {y for by_step in points.values() for y in by_step.values()}
+    if len(values) == 1:
+      parts.append(f"{tag}: {values.pop():.6g} throughout.")
+    else:
+      lines = [Line(i, list(by_step.items()), style) for i, by_step in points.items()]
+      parts.append(Chart(re.sub(r"\W", "_", tag), tag, "step", lines, log))
+  return parts or ["No run has written such curves."]
 
 
 def _schedule(runs: Sequence[Run]) -> Iterator[Part]:
@@ -109,38 +112,57 @@ def decays(recipe: Any) -> list[tuple[int, float]]:
 # --- tables ---------------------------------------------------------------------------------------
 
 
-def summary(runs: Sequence[Run], checkpoint: table.Checkpoint) -> Iterator[Part]:
-  """Yields a table of what each run scored and kept of a dense run, and what to know of it."""
+def _overview(runs: Sequence[Run], checkpoint: table.Checkpoint) -> Iterator[Part]:
+  """Yields a table with a row for each run, and what to know of it."""
   shared = table.common(runs)
-  scored = []
-  for run in runs if shared else ():
-    if run.sparse is None or not shared.keys() <= table.measures(run).keys():
-      continue
+  scores: dict[Run, float] = {}
+  for run in runs:
     found = [measure.at(run, checkpoint) for measure in shared.values()]
-    if all(found):
-      scored.append((run, statistics.fmean(at[1] for at in found if at)))
-  if not scored:
-    yield "No metric of which more is better is common to runs whose rules are known."
-    return
-  dense = [(run, score) for run, score in scored if not run.sparse]
+    if found and all(found):
+      scores[run] = statistics.fmean(at[1] for at in found if at)
+  dense = [run for run in scores if run.sparse == {}]
   rows = []
-  for run, score in scored:
-    left = sorted({recipe.pattern.density for recipe in run.sparse.values()})
-    weights = " to ".join(f"{100 * share:.4g} %" for share in dict.fromkeys(left[:1] + left[-1:]))
+  for run in runs:
+    done, inherited = run.last_step - (run.start or 0), run.start or 0
+    left = sorted({recipe.pattern.density for recipe in (run.sparse or {}).values()})
+    weights = ", ".join(f"{100 * share:.4g} %" for share in left)
     # The nearest in length, for training on makes a dense network better too.
-    distance = lambda other, run=run: abs(other[0].last_step - run.last_step)
-    near, base = min(dense, key=distance, default=(run, 0))
-    kept = f"{score / base:.1%} of {near.name}" if left and base else ""
-    rows.append([run.name, f"{score:.4g}", kept, weights or "all", f"{run.last_step:,}"])
-  yield Table(["run", " and ".join(shared), "kept", "weights", "updates"], rows)
-  yield (
-    f"Score: {'the mean of ' * (len(shared) > 1)}{' and '.join(shared)}, checkpoint: {checkpoint}. "
-    "Weights: what the patterns leave of the sparse kernels."
-  )
-  yield (
-    "Compare a sparse run with a dense one of as many updates. One seed shows that a recipe works, "
-    "not which is best: that takes a sweep over several."
-  )
+    distance = lambda other, run=run: abs(other.last_step - run.last_step)
+    near, kept = min(dense, key=distance, default=None), "-"
+    if left and run in scores and near is not None and scores[near]:
+      kept = f"{scores[run] / scores[near]:.1%} of {near.name}"
+    last = [run.curves.get(tag, {}) for tag in ("train/loss", "train/nm/density")]
+    values = [f"{[*points.values()][-1]:.4g}" if points else "-" for points in last]
+    try:
+      spent, all_of_it = training_flops(run, done)
+      flops = f"{spent:.3g} ({spent / all_of_it:.1%})"
+    except (ValueError, TypeError, ZeroDivisionError):  # the section of costs says why
+      flops = "-"
+    rows.append([
+      run.name, run.rules.text if run.rules else run.no_rules, f"{done:,}", f"{inherited:,}",
+      f"{scores[run]:.4g}" if run in scores else "-", kept,
+      weights or ("-" if run.sparse is None else "all"), *values, flops,
+    ])  # fmt: skip
+  head = [
+    "run", "rules", "steps", "inherited", "score", "kept", "weights", "last loss", "density now",
+    "training FLOPs (of dense)",
+  ]  # fmt: skip
+  columns = list(zip(head, *rows, strict=True))
+  # A column that tells no run from another is a sentence, and one that tells nothing is left out.
+  alike = [c for c in columns[1:] if len({*c[1:]}) == 1 and (rows[1:] or c[1] == "-")]
+  head, *rows = zip(*(c for c in columns if c not in alike), strict=True)
+  yield Table(head, rows)
+  if same := [f"{name} {value}" for name, value, *_ in alike if value != "-"]:
+    yield f"Of all runs: {', '.join(same)}."
+  if scores:
+    yield (
+      f"Score: {'the mean of ' * (len(shared) > 1)}{' and '.join(shared)}. "
+      f"Checkpoint: {checkpoint}. Weights: what the patterns leave of the sparse kernels."
+    )
+    yield (
+      "Compare a sparse run with a dense one of as many updates. One seed shows that a recipe "
+      "works, not which is best: that takes a sweep over several."
+    )
 
 
 def _scores(runs: Sequence[Run], checkpoint: table.Checkpoint) -> Iterator[Part]:
@@ -148,31 +170,10 @@ def _scores(runs: Sequence[Run], checkpoint: table.Checkpoint) -> Iterator[Part]
   report = table.of_runs(runs, checkpoint)
   head, *lines = table.cells(report)
   if lines:
-    yield Table(head, lines)
+    yield Table(head, [line for line in lines if {*line[1:]} != {"-"}])
     yield from table.notes(report)
   else:
     yield "No run has metrics in inference_eval/ or evaluations.json."
-
-
-def _overview(runs: Sequence[Run]) -> Table:
-  """Returns a table with a row for each run: rules, steps, last loss, density, FLOPs."""
-  rows = []
-  for run in runs:
-    rules = run.rules.text if run.rules else run.no_rules
-    done, inherited = run.last_step - (run.start or 0), run.start or 0
-    last = [run.curves.get(tag, {}) for tag in ("train/loss", "train/nm/density")]
-    values = [f"{[*points.values()][-1]:.4g}" if points else "-" for points in last]
-    try:
-      spent, dense = training_flops(run, done)
-      flops = f"{spent:.3g} ({spent / dense:.1%})"
-    except (ValueError, TypeError, ZeroDivisionError):  # the section of costs says why
-      flops = "-"
-    rows.append([run.name, rules, f"{done:,}", f"{inherited:,}", *values, flops])
-  head = [
-    "run", "rules", "steps", "inherited", "last loss", "density now",
-    "training FLOPs (of dense)",
-  ]  # fmt: skip
-  return Table(head, rows)
 
 
 def _settings(runs: Sequence[Run]) -> Table:
@@ -184,9 +185,8 @@ def _settings(runs: Sequence[Run]) -> Table:
     found.append({**trained.macros(run.gin), **processes[-1].get("environment", {})})
   rows = []
   for name in sorted({name for one in found for name in one}):
-    values = [one.get(name, "-") for one in found]
-    rows.append([name, *(map(Strong, values) if len(set(values)) > 1 else values)])
-  rows.sort(key=lambda row: not isinstance(row[1], Strong))
+    rows.append([name, *(one.get(name, "-") for one in found)])
+  rows.sort(key=lambda row: len({*row[1:]}) == 1)
   return Table(["", *(run.name for run in runs)], rows)
 
 
@@ -201,13 +201,15 @@ def _cost(runs: Sequence[Run]) -> Iterator[Part]:
     return
   lines = []
   for i, run in enumerate(runs):
+    by_step = [measure.means(run) for measure in shared.values()]
+    steps = sorted(set.intersection(*map(set, by_step)))  # those where all have a value
+    means = [statistics.fmean(found[step] for found in by_step) for step in steps]
     try:
-      cost = lambda step, run=run: training_flops(run, step - (run.start or 0))[0]
-      points = [(cost(step), mean) for step, mean in means(run, shared)]
+      costs = [training_flops(run, step - (run.start or 0))[0] for step in steps]
     except (ValueError, TypeError) as e:  # TypeError: a config.gin with fields of another T5
       yield f"{run.name}: no FLOPs, {e}."
     else:
-      lines += [Line(i, points)] if points else []
+      lines += [Line(i, [*zip(costs, means, strict=True)])] if steps else []
   if lines:
     note = (
       "FLOPs of the run's own steps up to an evaluation: of matrix products alone, on a machine "
@@ -215,10 +217,3 @@ def _cost(runs: Sequence[Run]) -> Iterator[Part]:
     )
     title = f"{'Mean of ' * (len(shared) > 1)}{', '.join(shared)}, against training FLOPs"
     yield Chart("score_by_flops", title, "training FLOPs", lines, note=note)
-
-
-def means(run: Run, common: Iterable[str]) -> list[tuple[int, float]]:
-  """Returns (step, mean of these measures) for each step where all of them have a value."""
-  found = [m.means(run) for name, m in table.measures(run).items() if name in common]
-  steps = sorted(set.intersection(*map(set, found))) if found else []
-  return [(step, statistics.fmean(by_step[step] for by_step in found)) for step in steps]

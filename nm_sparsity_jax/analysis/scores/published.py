@@ -31,17 +31,18 @@ def match(run: Run) -> tuple[dict[str, Any] | None, list[str]]:
   places = {place: str(recipe.pattern) for place, recipe in run.sparse.items()}
   phases = next((recipe.phases for recipe in run.sparse.values()), None)
   dense = phases.dense if phases else 0
+  data = run.settings.get("DATA")
+  of_data = [number for number, name in IMAGES.items() if data in (None, name)]
   rows = [
     {"table": number, **row}
-    for number in (IMAGES if network else (12, 7))
+    for number in (of_data if network else (12, 7))
     for row in paper.tables()[f"table{number}"]
     if (row.get("network"), row["recipe"]) == (network, run.recipe)
     and row["places"] == places
     and (row.get("dense_steps") is None or bool(row["dense_steps"]) == bool(dense))
   ]
   if not rows:
-    patterns = ", ".join(f"{pattern} {place}" for place, pattern in places.items())
-    what = " ".join(filter(None, [network, run.recipe, patterns]))
+    what = f"{network or 'a T5'}, {run.recipe}, {places}"
     return None, [f"the paper has no row for {what} with {dense} dense steps"]
   row = rows[0]
   remarks = [f"published: Table {row['table']}, {row['row']}"]
@@ -50,11 +51,8 @@ def match(run: Run) -> tuple[dict[str, Any] | None, list[str]]:
       f"the published row has {DENSE_STEPS} dense steps of {STEPS}, this run {dense} of "
       f"{phases.total}"
     )
-  size, data = run.settings.get("T5_SIZE"), run.settings.get("DATA")
-  if size not in (None, "base"):
+  if (size := run.settings.get("T5_SIZE")) not in (None, "base"):
     remarks.append(f"the published row is of T5 base, not {size}")
-  if network and data not in (None, IMAGES[row["table"]]):
-    remarks.append(f"the published row is of {IMAGES[row['table']]}, this run of {data}")
   return row, remarks
 
 

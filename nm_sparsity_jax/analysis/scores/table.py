@@ -15,7 +15,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from nm_sparsity_jax.analysis import run_folder
-from nm_sparsity_jax.analysis.page import Strong
 from nm_sparsity_jax.analysis.run_folder import Run
 from nm_sparsity_jax.analysis.scores import published
 from nm_sparsity_jax.core.text import columns as aligned
@@ -40,7 +39,7 @@ class Measure(NamedTuple):
 
   def means(self, run: Run) -> dict[int, float]:
     """Returns step -> mean of the metrics, where it is finite."""
-    series = run.tasks[self.task].items()
+    series = run.tasks.get(self.task, {}).items()
     found = {s: statistics.fmean(x.get(m, math.nan) for m in self.metrics) for s, x in series}
     return {step: mean for step, mean in found.items() if math.isfinite(mean)}
 
@@ -50,11 +49,11 @@ class Measure(NamedTuple):
     Best is the step with the best mean, and of equal steps the earliest. It is never a step before
     the target pattern, where the weights are denser than the pattern says.
     """
-    means, steps = self.means(run), run.tasks[self.task]
+    means, steps = self.means(run), run.tasks.get(self.task, {})
     if checkpoint == "best":
       counting = [step for step in steps if step >= (run.target or 0)]
     else:
-      counting = [max(steps) if checkpoint == "last" else checkpoint]
+      counting = [max(steps, default=None) if checkpoint == "last" else checkpoint]
     # Both take the first of equals, and the steps ascend.
     choose = min if self.less else max
     step = choose((s for s in counting if s in means), key=means.__getitem__, default=None)
@@ -67,14 +66,7 @@ def measures(run: Run) -> dict[str, Measure]:
   These are the columns of GLUE if it has any. Else they are all its tasks, each with the metrics of
   every step of which more is better, and each metric by itself of which less is better.
   """
-  of_glue = {}
-  for task in run.tasks:
-    other = of_glue.setdefault(name := glue.config_of(task), task)
-    if name is not None and other != task:
-      raise ValueError(
-        f"{run.path} holds scores of {other} and of {task}, which are one column of GLUE: move the "
-        "metrics of one of them away."
-      )
+  of_glue = {glue.config_of(task): task for task in run.tasks}
   if columns := {
     column.title: Measure(of_glue[column.name], column.metrics)
     for column in glue.COLUMNS
@@ -87,11 +79,10 @@ def measures(run: Run) -> dict[str, Measure]:
     # accuracy_top5 is a laxer accuracy, so their mean is no score.
     strict = lambda name: re.sub(r"_top\d+$", "", name)
     names = [name for name in names if strict(name) == name or strict(name) not in names]
-    if more := [name for name in names if not run.less_is_better(name)]:
+    less = [name for name in names if run.less_is_better(name)]
+    if more := [name for name in names if name not in less]:
       found[task] = Measure(task, tuple(more))
-    for name in names:
-      if run.less_is_better(name):
-        found[f"{task} {name}"] = Measure(task, (name,), less=True)
+    found |= {f"{task} {name}": Measure(task, (name,), less=True) for name in less}
   return found
 
 
@@ -142,22 +133,22 @@ def _row(run: Run, checkpoint: Checkpoint) -> dict[str, Any]:
   if checkpoint == "best" and run.recipe and run.target is None:
     remarks.append("it is not known from which step on the weights have the target pattern")
 
-  def column(name: str, step: int, mean: float, values: Mapping[str, float], less: bool):
-    # The paper's scores are of the target pattern.
-    compared = _published(paper, name) if paper and step >= (run.target or 0) else None
-    return {"step": step, "mean": mean, "values": values, "less": less, "published": compared}
-
+  found = {name: measure.at(run, checkpoint) for name, measure in judged.items()}
+  if any(at[0] < (run.target or 0) for at in found.values() if at):
+    paper = None  # the paper's scores are of the target pattern
   columns: dict[str, Any] = {}
-  for name, measure in judged.items():
-    if (at := measure.at(run, checkpoint)) is None:
-      columns[name] = None
-    else:
-      values = {metric: run.tasks[measure.task][at[0]][metric] for metric in measure.metrics}
-      columns[name] = column(name, *at, values, measure.less)
+  for name, at in found.items():
+    task, metrics, less = judged[name]
+    columns[name] = at and {
+      "step": at[0], "mean": at[1], "less": less, "published": _published(paper, name),
+      "values": {metric: run.tasks[task][at[0]][metric] for metric in metrics},
+    }  # fmt: skip
   nine: list[Any] = [columns.get(title) for title in titles]
   if all(nine):
-    mean, step = statistics.fmean(x["mean"] for x in nine), min(x["step"] for x in nine)
-    overall = column("overall", step, mean, {}, False) | {"step": None}  # it is of several steps
+    overall = {
+      "step": None, "mean": statistics.fmean(column["mean"] for column in nine), "less": False,
+      "published": _published(paper, "overall"), "values": {},
+    }  # fmt: skip
     columns = {"overall": overall, **columns}
   places = run.sparse and {place: str(recipe.pattern) for place, recipe in run.sparse.items()}
   return {
@@ -166,8 +157,10 @@ def _row(run: Run, checkpoint: Checkpoint) -> dict[str, Any]:
   }  # fmt: skip
 
 
-def _published(row: Mapping[str, Any], name: str) -> float | None:
+def _published(row: Mapping[str, Any] | None, name: str) -> float | None:
   """Returns the paper's score of a measure; None where the row has none."""
+  if row is None:
+    return None
   if "top1" in row and name in ("validation", "test"):  # ImageNet's set, CIFAR-10's
     return row["top1"] / 100
   if name == "overall":
@@ -178,8 +171,6 @@ def _published(row: Mapping[str, Any], name: str) -> float | None:
 def cells(report: Mapping[str, Any]) -> list[list[str]]:
   """Returns a line for each column of a report, a cell for each run; the first line is the head.
 
-  Of several runs the best stands out, as `Strong`.
-
   Args:
     report: what `score` returned.
   """
@@ -187,26 +178,25 @@ def cells(report: Mapping[str, Any]) -> list[list[str]]:
   lines = [["", *(row["run"] for row in rows)]]
   for name in dict.fromkeys(name for row in rows for name in row["columns"]):
     found = [row["columns"].get(name) for row in rows]
-    means = {column["mean"] for column in found if column}
     less = any(column["less"] for column in found if column)
-    best = (min if less else max)(means) if len(means) > 1 else None
-    lines.append([f"{name}, less is better" if less else name, *(_cell(x, best) for x in found)])
+    lines.append([f"{name}, less is better" if less else name, *map(_cell, found)])
   return lines
 
 
-def _cell(column: Mapping[str, Any] | None, best: float | None) -> str:
+def _cell(column: Mapping[str, Any] | None) -> str:
   if column is None:
     return "-"
   mean, paper = column["mean"], column["published"]
   text = f"{mean:.4g}" + (f" @ {column['step']:,}" if column["step"] is not None else "")
-  text += "" if paper is None else f", published {paper:.5g} ({mean - paper:+.3g})"
-  return Strong(text) if mean == best else text
+  return text + ("" if paper is None else f", published {paper:.5g} ({mean - paper:+.3g})")
 
 
 def notes(report: Mapping[str, Any]) -> list[str]:
   """Returns what a reader of `cells` must know, a sentence each."""
-  best = "the best one at the target pattern, which is optimistic"
-  checkpoint = best if report["checkpoint"] == "best" else report["checkpoint"]
+  checkpoint = report["checkpoint"]
+  if checkpoint == "best":
+    at_target = " at the target pattern" * any(row["places"] for row in report["runs"])
+    checkpoint = f"the best one{at_target}, which is optimistic"
   remarks = [f"{row['run']}: {remark}." for row in report["runs"] for remark in row["remarks"]]
   return [f"Behind a value stands its step. Checkpoint: {checkpoint}.", *remarks]
 

@@ -11,8 +11,7 @@ docs/sweep.md describes the file.
 """
 
 from nm_sparsity_jax.analysis.sweep.grid import Run, Sweep, read
-from nm_sparsity_jax.analysis.sweep.pages import page
-from nm_sparsity_jax.analysis.sweep.results import table, text
+from nm_sparsity_jax.analysis.sweep.results import page, table, text
 from nm_sparsity_jax.analysis.sweep.training import train
 
 __all__ = ["Run", "Sweep", "page", "read", "table", "text", "train"]

@@ -17,6 +17,7 @@ from nm_sparsity_jax.core import errors
 from nm_sparsity_jax.integrations import gin_files
 from nm_sparsity_jax.runs import files, folders
 from nm_sparsity_jax.runs import settings as run_settings
+from nm_sparsity_jax.trainer import train
 
 _REQUIRED = ("out", "gin_files", "recipes", "seeds", "patterns")
 _OPTIONAL = ("baseline", "macros", "start", "variants")
@@ -73,14 +74,6 @@ class Run:
   def is_done(self) -> bool:
     """Returns whether it has its last evaluation and checkpoint."""
     return folders.is_done(self.folder, self.last)
-
-  def state(self) -> str:
-    """Returns 'done', 'failed', 'begun' or 'open'."""
-    if self.is_done():
-      return "done"
-    if self.why_failed():
-      return "failed"
-    return "begun" if folders.steps(self.folder) else "open"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -154,22 +147,16 @@ def read(file: str, imports: Sequence[str] = (), data: bool = False) -> Sweep:
 
 
 def _check_keys(table: Mapping[str, Any]) -> None:
-  variants = table.get("variants", {})
-  unused = {f"variants.{name}" for name in variants if name not in table.get("recipes", ())}
-  if unknown := sorted(unused | table.keys() - {*_REQUIRED, *_OPTIONAL}):
-    raise ValueError(
-      f"unknown keys {unknown}. A gin macro belongs in [macros], and a variant among the recipes."
-    )
-  required = _REQUIRED[:-1] if table.get("recipes") == ["dense"] else _REQUIRED
+  if unknown := sorted(table.keys() - {*_REQUIRED, *_OPTIONAL}):
+    raise ValueError(f"unknown keys {unknown}. A gin macro belongs in [macros].")
   is_right = lambda key, x: x and isinstance(x, list) != (key == "out")
-  if wrong := [key for key in required if not is_right(key, table.get(key))]:
+  if wrong := [key for key in _REQUIRED if not is_right(key, table.get(key))]:
     raise ValueError(f"{', '.join(wrong)}: missing, empty or not a list, such as ['sr_ste'].")
   of_run = {*_SET_BY_SWEEP, "RECIPE"} | ({"INITIAL_CHECKPOINT_PATH"} if START in table else set())
   set_here = {*table.get("macros", {}), *table.get(START, {})} & of_run
-  if theirs := sorted(
-    set_here.union(*(_SET_BY_SWEEP & variant.keys() for variant in variants.values()))
-  ):
-    raise ValueError(f"{', '.join(theirs)}: set by the sweep. Leave it out.")
+  variants = table.get("variants", {}).values()
+  if theirs := set_here.union(*(_SET_BY_SWEEP & variant.keys() for variant in variants)):
+    raise ValueError(f"{', '.join(sorted(theirs))}: set by the sweep. Leave it out.")
 
 
 def _runs(sweep: Sweep, table: Mapping[str, Any], data: bool) -> Iterator[Run]:
@@ -183,16 +170,21 @@ def _runs(sweep: Sweep, table: Mapping[str, Any], data: bool) -> Iterator[Run]:
     folder = sweep.out / "-".join(words)
     macros |= {"PATTERN": pattern} if pattern else _DENSE
     macros |= {"RANDOM_SEED": seed, "DATA_SEED": seed, "MODEL_DIR": str(folder)}
-    run = Run(
-      recipe=recipe, pattern=pattern, seed=seed, folder=folder, macros=macros, start=start,
-      steps=known.get((recipe, pattern), 0),
-    )  # fmt: skip
+    bindings = [f"{name} = {value!r}" for name, value in macros.items()]
     try:
-      steps = _steps(sweep, run, data and not known)  # all runs share their data
+      with gin_files.read(sweep.gin_files, bindings, [".", gin_files.folder()], "train") as config:
+        if (recipe, pattern) not in known:
+          run = config.argument("run")
+          _check(run, pattern, data and not known)  # all runs share their data
+          known[recipe, pattern] = run.sparse_steps
+        # Of every run: a folder that is there may have other settings.
+        run_settings.refuse_changed(folder, train.settings_of(config.settings("Run")))
     except Exception as e:  # gin calls the code of users
-      raise ValueError(f"{run.name}: {gin_files.message(e)}") from e
-    known[recipe, pattern] = steps
-    return dataclasses.replace(run, steps=steps)
+      raise ValueError(f"{folder.name}: {gin_files.message(e)}") from e
+    return Run(
+      recipe=recipe, pattern=pattern, seed=seed, folder=folder, macros=macros,
+      steps=known[recipe, pattern], start=start,
+    )  # fmt: skip
 
   shared = table.get("macros", {})
   # Seed by seed, so that a sweep that is stopped has whole seeds to compare.
@@ -209,26 +201,15 @@ def _runs(sweep: Sweep, table: Mapping[str, Any], data: bool) -> Iterator[Run]:
         yield made(recipe, pattern, seed, dict(variant), start)
 
 
-def _steps(sweep: Sweep, run: Run, data: bool) -> int:
-  """Makes a run with unknown steps, and asks it what it refuses; returns its steps."""
-  from nm_sparsity_jax.trainer import train
-
-  bindings = [f"{name} = {value!r}" for name, value in run.macros.items()]
-  with gin_files.read(sweep.gin_files, bindings, [".", gin_files.folder()], "train") as config:
-    steps = run.steps
-    if not steps:
-      made = config.argument("run")
-      made.check()
-      # Rules with patterns of their own would make the sweep's patterns idle.
-      patterns = {str(recipe.pattern) for recipe in made.model.rules.places.values()}
-      if run.pattern and run.pattern not in patterns:
-        raise ValueError(
-          f"its rules have the patterns {sorted(patterns)}. Write the sweep's in this form, and in "
-          "a gin file give SPARSITY_RULES without any, {'ff': None}."
-        )
-      if data:
-        made.check_data()
-      steps = made.sparse_steps
-    # Of every run: a folder that is there may have other settings.
-    run_settings.refuse_changed(run.folder, train.settings_of(config.settings("Run")))
-  return steps
+def _check(run: Any, pattern: str | None, data: bool) -> None:
+  """Asks a run what it refuses."""
+  run.check()
+  # Rules with patterns of their own would make the sweep's patterns idle.
+  patterns = {str(recipe.pattern) for recipe in run.model.rules.places.values()}
+  if pattern and pattern not in patterns:
+    raise ValueError(
+      f"its rules have the patterns {sorted(patterns)}. Write the sweep's in this form, and in a "
+      "gin file give SPARSITY_RULES without any, {'ff': None}."
+    )
+  if data:
+    run.check_data()

@@ -1,4 +1,4 @@
-"""What a sweep found so far: folders of finished runs in, a table of plain values and its text out.
+"""What a sweep found so far: folders of finished runs in; a table, its text and its page out.
 
 inference_eval/  -> each task's metrics at the last step -> score, the mean over tasks
 evaluations.json -> validation loss at the last step
@@ -10,12 +10,18 @@ from __future__ import annotations
 
 import itertools
 import math
+import pathlib
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from nm_sparsity_jax.analysis import run_folder, scores
+from nm_sparsity_jax.analysis import charts, run_folder
+from nm_sparsity_jax.analysis import page as page_of
+from nm_sparsity_jax.analysis.charts import Chart, Line
+from nm_sparsity_jax.analysis.page import Part, Section, Table
+from nm_sparsity_jax.analysis.scores.table import measures as measures_of
 from nm_sparsity_jax.analysis.sweep.grid import Run, Sweep
+from nm_sparsity_jax.core.patterns import NM
 from nm_sparsity_jax.core.text import columns
 from nm_sparsity_jax.runs import folders
 
@@ -37,15 +43,15 @@ def table(sweep: Sweep) -> dict[str, Any]:
   """
   found = [_run(run) for run in sweep.runs]
   cells = [run for run in found if run["recipe"] in sweep.recipes]
-  tasks = list(dict.fromkeys(task for run in cells for task in run["tasks"]))
+  tasks = list(dict.fromkeys(name for run in cells for name in run["values"] if name != "loss"))
   less = list(dict.fromkeys(task for run in cells for task in run["less_is_better"]))
   more = [task for task in tasks if task not in less]
   for run in cells:
-    known = [value for task in more if (value := run["tasks"].get(task)) is not None]
-    score = statistics.fmean(known) if known and len(known) == len(more) else None
-    run["values"] = {**run["tasks"], "score": score, "loss": run["loss"]}
+    scores = [run["values"].get(task) for task in more]
+    if scores and None not in scores:
+      run["values"]["score"] = statistics.fmean(scores)
   measures = [*["score"] * bool(more), *(tasks if len(tasks) > 1 or less else []), "loss"]
-  grid = itertools.product(sweep.recipes, sweep.patterns or [None])
+  grid = itertools.product(sweep.recipes, sweep.patterns)
   rows = [_row(sweep, cells, measures, *place) for place in grid]
   return {
     "file": sweep.file, "out": str(sweep.out), "of": len(found),
@@ -57,22 +63,22 @@ def table(sweep: Sweep) -> dict[str, Any]:
 
 def _run(run: Run) -> dict[str, Any]:
   """Returns what is known of one run; without numbers where it is not done."""
-  state = run.state()
+  why = run.why_failed()
+  state = "done" if run.is_done() else "failed" if why else "open"
   found: dict[str, Any] = {
     "run": run.name, "recipe": run.recipe, "pattern": run.pattern, "seed": run.seed,
-    "tasks": {}, "less_is_better": [], "loss": None, "remarks": [], "state": state,
+    "values": {}, "less_is_better": [], "remarks": [], "state": state,
   }  # fmt: skip
-  if state == "failed":
-    found["remarks"].append(run.why_failed())
   if state != "done":
+    found["remarks"] += [why] if why else []
     return found
-  losses = folders.evaluations(run.folder)[run.last]["loss"]
-  found["loss"] = statistics.fmean(losses.values()) if losses else None
+  if losses := folders.evaluations(run.folder)[run.last]["loss"]:
+    found["values"]["loss"] = statistics.fmean(losses.values())
   read = run_folder.Run(run.folder)
-  for name, measure in scores.table.measures(read).items():
+  for name, measure in measures_of(read).items():
     found["less_is_better"] += [name] * measure.less
     at = measure.at(read, run.last)
-    found["tasks"][name] = at and at[1]
+    found["values"][name] = at and at[1]
     found["remarks"] += [] if at else [f"{name}: no finite value at step {run.last}"]
   return found
 
@@ -185,3 +191,48 @@ def notes(found: Mapping[str, Any]) -> list[str]:
     failed = "failed: " * (run["state"] == "failed")
     made += [f"{failed}{run['run']}: {remark}" for remark in run["remarks"]]
   return made
+
+
+# --- page -----------------------------------------------------------------------------------------
+
+
+def page(found: Mapping[str, Any]) -> pathlib.Path | None:
+  """Writes out/report.html and returns its path; writes nothing where no run is done.
+
+  Args:
+    found: what `table` returns.
+  """
+  if not found["done"]:
+    return None
+  recipes = list(dict.fromkeys(row["recipe"] for row in found["rows"]))
+  recipes = recipes[: charts.MAX_RUNS]  # more have no colours; the tables have all
+  section = Section("results", "Results", list(_parts(found, recipes)))
+  path = pathlib.Path(found["out"], "report.html")
+  return page_of.write(path, f"N:M sparsity: {', '.join(recipes)}", recipes, [section], {})
+
+
+def _parts(found: Mapping[str, Any], drawn: Sequence[str]) -> Iterator[Part]:
+  """Yields the tables, the notes, and the means over the patterns (figure 4a of the paper)."""
+  yield heading(found)
+  for title, (head, *rows) in tables(found):
+    yield f"{title}."
+    yield Table(head, rows)
+  yield from notes(found)
+  patterns = {row["pattern"] for row in found["rows"]} - {None}
+  labels = sorted(patterns, key=lambda p: (-NM.parse(p).density, NM.parse(p).m))
+  for measure in found["measures"] if len(labels) > 1 else ():
+    mean = {(row["recipe"], row["pattern"]): row[measure]["mean"] for row in found["rows"]}
+    lines = []
+    for i, recipe in enumerate(drawn):
+      ys = [mean[recipe, label] for label in labels]
+      # A pattern that is missing is NaN: the line stops there.
+      points = [(float(x), math.nan if y is None else y) for x, y in enumerate(ys)]
+      lines.append(Line(i, points))
+    yield Chart(
+      f"{measure}_by_pattern".replace(" ", "_"),
+      f"{measure}, against pattern",
+      "pattern, from dense to sparse",
+      lines,
+      labels=labels,
+      note="Means over the seeds that are done.",
+    )
