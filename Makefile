@@ -33,8 +33,8 @@ comma   := ,
 PY      := $(VENV)/bin/python
 STAMP   := $(VENV)/.installed-$(subst $(empty) ,-,$(strip $(EXTRAS)))
 PYTEST  := $(PY) -m pytest -n $(WORKERS)
-# One worker runs all of a file: what its tests share is made once.
-BY_FILE := --dist loadfile
+# One worker runs all of a file: what its tests share is made once. The longest begin (conftest.py).
+BY_FILE := --dist loadfile --no-loadscope-reorder
 SOURCES := $(wildcard nm_sparsity_jax t5x_tasks tests benchmarks docs examples setup.py)
 
 .DEFAULT_GOAL := help
