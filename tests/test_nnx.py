@@ -182,14 +182,7 @@ def test_the_axes_of_attention_are_known_or_asked_of_the_forward_pass(module, ax
   sites = traced.assign(params).places
   assert [sites[path].axis for path in sorted(sites)] == [axes[0], axes[1], axes[0], axes[0]]
   if certain:
-    assert traced == rules
-    # It computes so: a kernel that is one group feeds one output by the inputs of that group.
-    attn = model.layers[0]["attn"]
-    parts = (attn.query, (16,), np.s_[4:8, 1, 2]), (attn.out, (4, 4), np.s_[1, :, 2])
-    for part, summed, group in parts:
-      part.kernel[...] = jnp.zeros_like(part.kernel[...]).at[group].set(1)
-      moved = np.asarray(jax.jacobian(part)(jnp.ones((1, *summed)))).reshape(16, 16)
-      assert np.argwhere(moved).shape == (4, 2) and set(np.nonzero(moved)[1]) == {4, 5, 6, 7}
+    assert traced == rules  # test_trace.py holds a trace against derivatives
   else:
     with pytest.raises(ValueError, match="for_model"):
       rules.assign(params)
