@@ -33,8 +33,8 @@ comma   := ,
 PY      := $(VENV)/bin/python
 STAMP   := $(VENV)/.installed-$(subst $(empty) ,-,$(strip $(EXTRAS)))
 PYTEST  := $(PY) -m pytest -n $(WORKERS)
-# One worker runs all of a file: what its tests share is made once.
-BY_FILE := --dist loadfile
+# One worker runs all of a file: what its tests share is made once. The longest begin (conftest.py).
+BY_FILE := --dist loadfile --no-loadscope-reorder
 SOURCES := $(wildcard nm_sparsity_jax t5x_tasks tests benchmarks docs examples setup.py)
 
 .DEFAULT_GOAL := help
@@ -72,7 +72,7 @@ test-floors:  ## the tests of `make test` on the floors of pyproject.toml
 
 # Code under jit counts where it is traced, and TPU kernels where they are interpreted.
 COVERED := apply configure doctests doctor dtypes every_recipe flops groups layers masks masks_sharded masks_tpu metrics \
-  packed packed_dot patterns recipes roles rules schedules sparse trace train_sharded
+  packed packed_dot patterns recipes roles rules schedules sparse trace
 coverage: $(STAMP)  ## the tests of core, recipes and training alone; fails where they run under 97 % of these lines
 	$(PY) -m coverage run --source nm_sparsity_jax/core,nm_sparsity_jax/recipes,nm_sparsity_jax/training \
 	  -m pytest -q -p no:xdist $(wildcard $(COVERED:%=tests/test_%.py)) $(ARGS)

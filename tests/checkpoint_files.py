@@ -71,8 +71,8 @@ def zeros_of(module):
   return jax.tree.map(lambda x: np.zeros(x.shape, np.float32), shapes)
 
 
-def t5x_dense():
-  """A dense checkpoint of t5x_tiny.gin, at step 6."""
+def t5x_dense(step=6):
+  """A dense checkpoint of t5x_tiny.gin."""
   from t5x.examples.t5 import network
 
   target = zeros_of(network.Transformer(network.T5Config(
@@ -80,7 +80,10 @@ def t5x_dense():
     num_decoder_layers=1, head_dim=8, mlp_dim=32, mlp_activations=("gelu", "linear"),
     logits_via_embedding=False,
   )))  # fmt: skip
-  return {"target": target, "state": {"step": np.int32(6), "param_states": {"0": {"mu": target}}}}
+  return {
+    "target": target,
+    "state": {"step": np.int32(step), "param_states": {"0": {"mu": target}}},
+  }
 
 
 def t5x_sparse(rules, start=6):

@@ -63,6 +63,15 @@ def the_same_place():
   os.chdir(folder)
 
 
+# The files that take longest begin, so that no worker ends with one while others wait.
+LONGEST = ("test_t5x_thread", "test_local", "test_workloads", "test_t5x_adapter", "test_export")
+
+
+def pytest_collection_modifyitems(items):
+  rank = {name: i for i, name in enumerate(LONGEST)}
+  items.sort(key=lambda item: rank.get(item.path.stem, len(rank)))
+
+
 def pytest_collection_finish():
   """What is imported stays: the collector need not look through it again and again."""
   gc.collect()

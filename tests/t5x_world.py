@@ -26,7 +26,6 @@ with warnings.catch_warnings(), jax.numpy_dtype_promotion("standard"):
   warnings.simplefilter("ignore")
   import seqio  # noqa: F401  (for those who import this file)
   import t5x_task
-  import tensorflow as tf  # noqa: F401
   from t5x import adafactor, decoding, models, optimizers, partitioning, trainer, utils  # noqa: F401
   from t5x import eval as t5x_eval  # noqa: F401
   from t5x.examples.scalable_t5 import network as scalable_network

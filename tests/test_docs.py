@@ -172,6 +172,8 @@ def check(program, argv):
   elif program == "pip":
     for extra in re.findall(r"\.\[(\w+)\]", " ".join(argv)):
       assert extra in floors.EXTRAS
+  elif argv[0].endswith(".py") and not argv[1:]:
+    assert (ROOT / argv[0]).is_file()
   elif argv[0].endswith(".py"):  # a script of ours: it knows all flags but the last
     done = subprocess.run(
       [sys.executable, ROOT / argv[0], *argv[1:], "--nope"],

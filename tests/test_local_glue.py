@@ -47,7 +47,7 @@ def test_train_score_infer(tmp_path, capsys):
   call = lambda name, *files, **macros: cli.main(
     [name, *command(*files, **macros), f"--gin_file={task}"]
   )
-  few = dict(BATCH_SIZE=8, EVAL_PERIOD=2, METRICS_EVERY=None)
+  few = dict(BATCH_SIZE=8, EVAL_PERIOD=4, METRICS_EVERY=None)
   assert (
     call("train", "local_train.gin", "local_adamw.gin", MODEL_DIR=str(run), **RULES, **few) == 0
   )

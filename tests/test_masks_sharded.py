@@ -105,8 +105,10 @@ def test_a_mask_varies_over_devices_as_what_it_is_made_of():
 PHASES = nms.Phases(total=8, dense=1, finetune=2)
 RECIPES = {
   name: nms.recipe(name, pattern="2:8", phases=PHASES, **({"k": 4} if "geo" in name else {}))
-  for name in ("sr_ste", "sdgf_stepwise", "sdgf_geometric", "one_shot", "idp", "snip")
-}
+  for name in (
+    "sr_ste", "mdgf_linear", "sdgf_stepwise", "sdgf_geometric", "one_shot", "idp", "snip",
+  )
+}  # fmt: skip
 
 
 def trained(params):

@@ -80,13 +80,15 @@ TRAIN = [
 MODULES = ["--import", "own_workload", "--import", "soft_recipe"]  # the role, and the recipe
 
 
-def typed(folder, *argv):
-  """What a command says in a process that knows the package alone: exit code, output and errors."""
+def typed(folder, *commands):
+  """Runs commands in one process that knows the package alone: exit codes, output and errors."""
+  code = f"from nm_sparsity_jax import cli\nprint([cli.main(argv) for argv in {commands!r}])"
   done = subprocess.run(
-    [sys.executable, "-m", "nm_sparsity_jax.cli", *argv], cwd=folder, text=True,
+    [sys.executable, "-c", code], cwd=folder, text=True,
     capture_output=True, env={**os.environ, "PYTHONPATH": str(ROOT)},
   )  # fmt: skip
-  return done.returncode, done.stdout, done.stderr
+  out, _, codes = done.stdout.rstrip().rpartition("\n")
+  return json.loads(codes or "null"), out, done.stderr
 
 
 @pytest.fixture(scope="module")
@@ -97,22 +99,18 @@ def trained(tmp_path_factory):
   (folder / "soft.gin").write_text(GIN)
   for name in ("own_workload.py", "own_workload.gin"):
     shutil.copy(ROOT / "examples" / "own_workload" / name, folder)
-  code, out, err = typed(folder, "plan", "--json", f"--gin_search_paths=.,{ROOT}", *TRAIN)
-  assert not code, out + err
+  plan = ["plan", "--json", f"--gin_search_paths=.,{ROOT}", *TRAIN]
+  codes, out, err = typed(folder, plan, ["train", *TRAIN])
+  assert codes == [0, 0], out + err
   assert {part["recipe"] for part in json.loads(out)["schedule"]} == {"soft"}
-  code, _, err = typed(folder, "train", *TRAIN)
-  assert not code, err
   return folder
 
 
 def test_it_ends_with_its_own_deployed_weights(trained):
   """finalize writes `Recipe.final` of what the checkpoint keeps, and verify proves it."""
-  code, out, err = typed(trained, "finalize", "run", "final", *MODULES)
-  assert not code, out + err
-  code, out, err = typed(trained, "verify", "final", "--json", *MODULES)
-  assert not code, out + err
-  found = json.loads(out)
-  assert found["ok"] and len(found["places"]) == 2
+  commands = ["finalize", "run", "final", *MODULES], ["verify", "final", *MODULES]
+  codes, out, err = typed(trained, *commands)
+  assert codes == [0, 0], out + err
   before, after = (checkpoint.read(str(trained / name / f"checkpoint_{STEPS}"))
                    for name in ("run", "final"))  # fmt: skip
   for name in ("hidden_0", "hidden_1"):
@@ -128,9 +126,9 @@ def test_it_ends_with_its_own_deployed_weights(trained):
 
 def test_without_the_module_one_line_names_recipe_or_role(trained, monkeypatch):
   monkeypatch.chdir(trained)
-  for modules, unknown in ([], "--import MODULE"), (["soft_recipe"], "none that is left: 'hidden'"):
-    code, _, err = typed(trained, "verify", "run", *(f"--import={name}" for name in modules))
-    assert code == 1 and unknown in err
+  codes, _, err = typed(trained, ["verify", "run"], ["verify", "run", "--import=soft_recipe"])
+  recipe, role = err.splitlines()
+  assert codes == [1, 1] and "--import MODULE" in recipe and "none that is left: 'hidden'" in role
   assert cli.main(["report", "run", "--out", "without.html"]) == 0
 
 

@@ -134,7 +134,7 @@ def run(monkeypatch, tmp_path):
     ("masks", "--patterns=1:4,2:4 --shapes=16x8 --dtypes=float32 --blocks=3", "masks_cpu_f32", 4),
     ("train_step", "--network=vit --only=sr_ste --compiles=1 --blocks=3", "train_step_vit_cpu", 2),
     (
-      "decode", "--size=small --layers=2 --steps=2 --inputs=4 --blocks=3 --patterns 1:8",
+      "decode", "--size=tiny --layers=2 --steps=2 --inputs=4 --blocks=3 --patterns 1:8",
       "decode_packed_cpu", 2,
     ),
   ],

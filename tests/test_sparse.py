@@ -318,12 +318,13 @@ def test_parameters_of_bfloat16():
 def test_without_jit():
   """`jax.disable_jit` runs every branch by itself, for a debugger."""
   names = "sr_ste", "sdgf_stepwise"
-  tx, params = nms.sparse(SGD, rules_of(names)), params_of(names=names)
+  rules = rules_of(names, phases=nms.Phases(total=5, dense=1, finetune=1))
+  tx, params = nms.sparse(SGD, rules), params_of(names=names)
   runs = []
   for without in (False, True):
     run = params, tx.init(params)
     with jax.disable_jit(without):
-      for _ in range(6):
+      for _ in range(3):
         run, _ = train_step(tx)(run)
     runs.append(run)
   close(*runs)

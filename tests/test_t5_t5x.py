@@ -30,7 +30,10 @@ TIED = dict(mlp_activations=("relu",), logits_via_embedding=True)
 # name: T5X's module, fields of both configurations
 KINDS = {
   "t5_1_1": (t5_network, GATED),
-  "t5_1_0 bfloat16": (t5_network, TIED | dict(dtype="bfloat16", float32_attention_logits=True)),
+  "t5_1_0 bfloat16": (
+    t5_network,
+    TIED | dict(dtype="bfloat16", float32_attention_logits=True, num_decoder_layers=1),
+  ),
   "scalable_t5": (scalable_network, TIED | dict(scan_layers=True, remat_policy="minimal")),
 }
 
@@ -38,7 +41,7 @@ KINDS = {
 def both(kind):
   """(T5X's module, ours)."""
   theirs, fields = KINDS[kind]
-  return [m.Transformer(m.T5Config(**SIZES, **fields)) for m in (theirs, network)]
+  return [m.Transformer(m.T5Config(**SIZES | fields)) for m in (theirs, network)]
 
 
 def tokens(seed=0):

@@ -40,7 +40,8 @@ def two(folder, command, *files, **macros):
 
 
 def test_two_processes_train_resume_and_evaluate(tmp_path):
-  sparse, finetune = thread.dense_and_sparse(tmp_path)
+  thread.train_dense(tmp_path)
+  sparse, finetune = thread.sparse_from_dense(tmp_path)
   train = lambda: two(tmp_path, "train", *thread.FINETUNE, **finetune, **thread.RULES)
   train()
   scores, half = thread.last_metric(sparse), sparse / "checkpoint_7"
@@ -58,7 +59,8 @@ def test_weights_and_masks_over_two_devices_are_saved_and_resumed(tmp_path):
 
   Two devices: on a CPU, T5X splits weights over all there are, whatever `num_partitions` says.
   """
-  sparse, finetune = thread.dense_and_sparse(tmp_path)
+  thread.train_dense(tmp_path)
+  sparse, finetune = thread.sparse_from_dense(tmp_path)
   macros = {**finetune, **thread.RULES, "partitioning.PjitPartitioner.num_partitions": 2}
   train = lambda: thread.t5x("train", *thread.FINETUNE, devices=2, **macros)
   train()

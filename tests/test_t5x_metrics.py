@@ -5,10 +5,11 @@ import functools
 import jax
 import numpy as np
 import t5x_world as t
-from t5x_world import tf, world  # noqa: F401  (a fixture)
+from t5x_world import world  # noqa: F401  (a fixture)
 
 import nm_sparsity_jax as nms
 from nm_sparsity_jax.core.trees import flatten
+from nm_sparsity_jax.runs import events
 from nm_sparsity_jax.training import metrics
 
 pytestmark = t.MARKS
@@ -30,16 +31,13 @@ def expected(model, before, batch, after):
   return metrics.summary(*read(after), moments, seen)
 
 
-def events(folder):
+def written(folder):
   """(step, name) -> value, of all scalars that a run wrote."""
-  out = {}
-  for file in folder.glob("train/events*"):
-    for record in tf.data.TFRecordDataset(str(file)):
-      event = tf.compat.v1.Event.FromString(record.numpy())
-      for value in event.summary.value:
-        assert (event.step, value.tag) not in out
-        out[event.step, value.tag] = float(tf.make_ndarray(value.tensor))
-  return out
+  (file,) = folder.glob("train/events*")
+  scalars = [*events.scalars(file)]
+  found = {(step, name): value for step, name, value in scalars}
+  assert len(found) == len(scalars)
+  return found
 
 
 def test_every_third_step_is_measured_and_written_under_its_own_step(tmp_path):
@@ -59,7 +57,7 @@ def test_every_third_step_is_measured_and_written_under_its_own_step(tmp_path):
     assert "loss" in run.train(batches, length).result()
   run.close()
   assert [x._pjitted_fn._cache_size() for x in run.measuring] == [1, 1]
-  found = events(tmp_path)
+  found = written(tmp_path)
   assert {step for step, name in found if name == "loss"} == {2, 7}
   assert {step for step, name in found if name.startswith("nm/")} == {3, 6}
   got = {name: value for (i, name), value in found.items() if i == 6}

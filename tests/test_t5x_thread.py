@@ -1,4 +1,4 @@
-"""The whole thread by the commands that users type: dense, sparse, eval, infer; and the proof."""
+"""The whole thread by the commands that users type: sparse, eval, infer; and the proof."""
 
 import json
 import re
@@ -10,10 +10,10 @@ import jax
 import numpy as np
 import pytest
 import t5x_found
+from checkpoint_files import read, t5x_dense, write_orbax
 from test_plan import T5X_MODEL
 
 from nm_sparsity_jax import runs
-from nm_sparsity_jax.runs import checkpoint
 
 pytestmark = pytest.mark.t5x
 
@@ -42,9 +42,13 @@ def t5x(command, *files, devices=1, **macros):
   return done.stdout
 
 
-def dense_and_sparse(folder):
-  """Trains four dense steps; the folder of a sparse run, and its macros but for its rules."""
+def train_dense(folder):
+  """Four dense steps."""
   t5x("train", "tests/t5x_dense.gin", MODEL_DIR=f"{folder}/dense", TRAIN_STEPS=4)
+
+
+def sparse_from_dense(folder):
+  """The folder of a sparse run, and its macros but for its rules."""
   return folder / "sparse", {
     "MODEL_DIR": f"{folder}/sparse", "INITIAL_CHECKPOINT_PATH": f"{folder}/dense/checkpoint_4",
     "BATCH_SIZE": 16, "EVAL_PERIOD": 3, "EVAL_STEPS": 1, "utils.SaveCheckpointConfig.period": 3,
@@ -78,24 +82,30 @@ def last_metric(folder):
   return {line["step"]: line for line in map(json.loads, path.read_text().splitlines())}
 
 
-def saved_arrays(path):
-  stored = checkpoint.read(str(path))
-  return {key: stored.array(key) for key in stored.leaves}
-
-
 def goes_on_to_the_same_bits(sparse, train):
   """Takes the end of a run away and trains again: the same command does the rest."""
-  whole = saved_arrays(sparse / "checkpoint_10")
+  whole = read(sparse, 10)
   assert whole["flax_mutables/nm_sparsity/step"] == 6 and whole["state/step"] == 10
   assert any("param_states" in key for key in whole)
   shutil.rmtree(sparse / "checkpoint_10")
   log = train()
   assert f"{sparse}/checkpoint_7" in log
-  jax.tree.map(np.testing.assert_array_equal, saved_arrays(sparse / "checkpoint_10"), whole)
+  jax.tree.map(np.testing.assert_array_equal, read(sparse, 10), whole)
 
 
-def test_dense_then_sparse_then_eval_then_infer_then_verify(tmp_path):
-  sparse, finetune = dense_and_sparse(tmp_path)
+def write_dense(folder):
+  """A dense checkpoint of drawn weights. test_t5x_hosts.py trains one."""
+  rng = np.random.default_rng(0)
+  dense = t5x_dense(step=4)
+  draw = lambda w: rng.normal(size=w.shape).astype(w.dtype) / 4
+  write_orbax(
+    folder / "dense/checkpoint_4", dense | {"target": jax.tree.map(draw, dense["target"])}
+  )
+
+
+def test_sparse_then_eval_then_infer_then_verify(tmp_path):
+  write_dense(tmp_path)
+  sparse, finetune = sparse_from_dense(tmp_path)
   log = t5x("train", *FINETUNE, **finetune, **RULES)
   # What becomes sparse is shown once, before anything is restored.
   (shown,) = re.finditer(r"parameter +shape +axis +pattern", log)

@@ -37,7 +37,7 @@ ROOT = pathlib.Path(__file__).resolve().parents[1]
 sys.path.append(str(ROOT / "examples" / "own_workload"))
 import own_workload  # noqa: E402
 
-STEPS, MIDDLE = 16, 8
+STEPS, MIDDLE = 12, 6
 DATA = dict(DATA="rebus", BATCH_SIZE=8, LOSS="sigmoid", DROP_PATH=0.2)  # evaluations need it too
 # All phases, and all that is drawn or kept beside parameters.
 MACROS = DATA | dict(
