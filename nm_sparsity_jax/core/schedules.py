@@ -56,8 +56,10 @@ class Phases:
   def __post_init__(self):
     for name in ("total", "dense", "finetune"):
       value = getattr(self, name)
-      if not isinstance(value, int | np.integer):
-        raise ValueError(f"Phases({name}={value!r}): give a whole number of steps, such as 10_000.")
+      if not isinstance(value, int | np.integer) or value >= 2**31:  # steps are int32
+        raise ValueError(
+          f"Phases({name}={value!r}): give a whole number of steps below 2**31, such as 10_000."
+        )
       object.__setattr__(self, name, int(value))  # numpy's too: equal phases have one text
     least = max(1, self.dense + self.finetune)
     if self.dense < 0 or self.finetune < 0 or self.total < least:

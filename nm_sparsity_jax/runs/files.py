@@ -40,6 +40,22 @@ def named(path: Any) -> Iterator[None]:
     raise ValueError(f"{path} is damaged: {type(e).__name__}: {first_line(e)}") from e
 
 
+def refuse_unwritable(macro: str, path: str) -> pathlib.Path:
+  """Returns the absolute path of a folder; refuses one that cannot be made or written into.
+
+  Args:
+    macro: what the path was given as, such as 'MODEL_DIR'.
+    path: of a folder that need not be there.
+  """
+  folder = pathlib.Path(path).expanduser().absolute()
+  there = next(parent for parent in (folder, *folder.parents) if parent.exists())
+  if not there.is_dir() or not os.access(there, os.W_OK):
+    raise ValueError(
+      f"{macro}={path!r}: nothing can be written into {there}, so name another folder."
+    )
+  return folder
+
+
 def read_text(path: str | os.PathLike) -> str:
   """Reads a text file; a ValueError names one that is no UTF-8."""
   with named(path):

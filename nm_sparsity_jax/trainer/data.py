@@ -106,11 +106,21 @@ def vocabulary(file: str) -> Any:
   return seqio.ByteVocabulary() if file == "bytes" else seqio.SentencePieceVocabulary(file)
 
 
-def check_vocabulary(name: str, rows: int) -> None:
-  """Refuses a task with ids that the embedding has no row for; jax would clip them unseen."""
+def check_task(name: str, lengths: Mapping[str, int] | None, rows: int) -> None:
+  """Refuses a feature without a length, and ids that the embedding has no row for.
+
+  jax would clip such ids unseen.
+
+  Args:
+    name: of the task or mixture.
+    lengths: feature -> tokens; None = not asked.
+    rows: of the embedding.
+  """
   import seqio
 
   for feature, spec in seqio.get_mixture_or_task(name).output_features.items():
+    if lengths is not None and feature not in lengths:
+      raise ValueError(f"TASK_FEATURE_LENGTHS={dict(lengths)}: {name} also has {feature!r}.")
     size = spec.vocabulary.vocab_size
     if size > rows:
       raise ValueError(

@@ -60,7 +60,8 @@ class Evaluation(evaluation.Splits):
     self._name: str = self.name or self._source.name
     seqio = data.import_seqio(self._source.module)
     for name in {self._source.name, self._name}:  # what is trained on, and what is evaluated
-      data.check_vocabulary(name, self.model.workload.network_config.vocab_size)
+      rows = self.model.workload.network_config.vocab_size
+      data.check_task(name, self._source.lengths, rows)
     known = seqio.get_subtasks(seqio.get_mixture_or_task(self._name))
     self._tasks = [task for task in known if self.split in task.splits]
     if not self._tasks:

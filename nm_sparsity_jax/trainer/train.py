@@ -80,7 +80,7 @@ def check(run: Run, settings: Mapping[str, Any]) -> pathlib.Path:
 def _folder(macro: str, path: str) -> pathlib.Path:
   if not path.strip() or "://" in path:
     raise ValueError(f"{macro}={path!r}: name a folder of this machine, such as 'run'.")
-  return pathlib.Path(path).expanduser().absolute()
+  return files.refuse_unwritable(macro, path)
 
 
 def settings_of(bound: Mapping[str, Any]) -> dict[str, Any]:

@@ -99,6 +99,9 @@ class Plan:
 
   def _t5x(self) -> None:
     """Makes T5X's model and its train state."""
+    # Here, since a plan of a local run must do without T5X.
+    from nm_sparsity_jax.integrations.t5x import SparseTrainer
+
     model = self.config.argument("model")
     self.workload = T5(model.module, lengths=self.config.get("TASK_FEATURE_LENGTHS"))
     self.state = self.t5x_programs(model).state
@@ -106,6 +109,17 @@ class Plan:
     self.model = model
     # A model class of T5X's own has none; `build` then asks for RULES.
     self.rules = getattr(model, "stored_rules", None)
+    if self.rules is None and self.config.is_set("RULES"):
+      raise ValueError(
+        f"the run's model is a {type(model).__name__}, which trains dense: T5X's run file comes "
+        "after nm_sparsity_jax's. Name it before that, or leave it out."
+      )
+    trainer = self.config.argument("trainer_cls")
+    if self.rules is not None and trainer and not issubclass(trainer, SparseTrainer):
+      raise ValueError(
+        f"train.trainer_cls is {trainer.__name__}, which counts no sparse steps: bind "
+        "@t5x_adapter.SparseTrainer."
+      )
 
   def batch(self) -> dict[str, Any]:
     """Returns the shapes of a training batch of T5X."""
@@ -119,7 +133,6 @@ class Plan:
       model: T5X's.
       devices: that need not be there; None = one of this machine.
     """
-    # Here, since a plan of a local run must do without T5X.
     from nm_sparsity_jax.integrations.t5x.ahead import Ahead
 
     # One device stands for all of this machine, since shapes do not depend on how many there are.

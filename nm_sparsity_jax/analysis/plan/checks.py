@@ -19,7 +19,7 @@ from nm_sparsity_jax.analysis.plan.build import Plan
 from nm_sparsity_jax.core.trees import flatten, nested
 from nm_sparsity_jax.deploy import unstack_layers
 from nm_sparsity_jax.integrations import gin_files
-from nm_sparsity_jax.runs import checkpoint, checkpoint_rules, folders
+from nm_sparsity_jax.runs import checkpoint, checkpoint_rules, files, folders
 
 # Arguments of T5X's programs that say what data they read.
 _DATASETS = ("train_dataset_cfg", "train_eval_dataset_cfg", "infer_eval_dataset_cfg", "dataset_cfg")
@@ -29,6 +29,8 @@ def check(plan: Plan) -> None:
   """Raises what the program would refuse before its first step."""
   config = plan.config
   if config.program is not None and not config.local:
+    if isinstance(folder := config.get("MODEL_DIR"), str) and "://" not in folder:
+      plan.attempt(files.refuse_unwritable, "MODEL_DIR", folder)
     _data(plan)
   elif plan.run is not None:
     from nm_sparsity_jax.trainer import train
@@ -53,7 +55,8 @@ def _data(plan: Plan) -> None:
   vocabularies = [feature.vocabulary for feature in task.output_features.values()]
   in_a_bucket = any("://" in getattr(v, "sentencepiece_model_file", "") for v in vocabularies)
   if plan.workload is not None and not in_a_bucket:
-    plan.attempt(data.check_vocabulary, name, plan.workload.network_config.vocab_size)
+    lengths = plan.config.get("TASK_FEATURE_LENGTHS")
+    plan.attempt(data.check_task, name, lengths, plan.workload.network_config.vocab_size)
   for argument in _DATASETS:
     if dataset := plan.config.argument(argument):
       _check_split(plan, task, dataset, argument == "train_dataset_cfg")
