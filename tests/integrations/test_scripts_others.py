@@ -7,8 +7,6 @@ SCRIPTS_PATH names. Where a checkout is missing, its test skips.
 import __future__
 
 import json
-import os
-import pathlib
 import re
 import sys
 import types
@@ -18,21 +16,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from conformance import SCRIPTS, assert_nm, recipe_of, replaced
 
 import nm_sparsity_jax as nms
 
 pytestmark = pytest.mark.filterwarnings("ignore")
-SCRIPTS = pathlib.Path(os.environ.get("SCRIPTS_PATH", "~/.cache/nm-sparsity/scripts")).expanduser()
 STEPS = 24
-RECIPE = nms.recipe(
-  "mdgf_linear", pattern="1:4", phases=nms.Phases(total=STEPS, dense=3, finetune=6)
-)
-
-
-@pytest.fixture(autouse=True)
-def as_users_compute():
-  with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-    yield
+RECIPE = recipe_of("mdgf_linear", "1:4", STEPS)
 
 
 def read(path):
@@ -47,7 +37,7 @@ def read(path):
   return re.sub(r"(?m)^%.*$", "", code)
 
 
-def run(monkeypatch, text, line, sizes=()):
+def run(monkeypatch, text, line, sizes):
   """Runs a script as a module of its own; returns its variables.
 
   Args:
@@ -55,21 +45,13 @@ def run(monkeypatch, text, line, sizes=()):
     line: {what stands there: what a user of nms writes in its place}.
     sizes: the same for what makes it small: no line of the diff.
   """
-  for old, new in [*line.items(), *dict(sizes).items()]:
-    assert text.count(old) == 1, f"the script has changed: {old!r}"
-    text = text.replace(old, new)
+  text = replaced(text, line | sizes)
   module = types.ModuleType("script")
   monkeypatch.setitem(sys.modules, "script", module)  # where classes look for their module
   module.__dict__.update(nms=nms, RECIPE=RECIPE)
   # As Python 3.14 reads annotations: Equinox' notebook has some that older ones cannot compute.
   exec(compile(text, "script", "exec", __future__.annotations.compiler_flag), module.__dict__)
   return module
-
-
-def assert_nm(w, axis):
-  """By numpy alone: at most 1 of 4 along the axis, and no more zeros than that takes."""
-  groups = np.moveaxis(np.asarray(w), axis, -1).reshape(-1, 4)
-  assert ((groups != 0).sum(-1) <= 1).all() and (groups != 0).mean() > 0.2
 
 
 # --- Equinox: its BERT ----------------------------------------------------------------------------
@@ -136,7 +118,7 @@ def test_bert_of_equinox(monkeypatch):
       (devices, *shape) = linear.weight.shape
       assert shape == [linear.out_features, linear.in_features]
       assert devices == jax.device_count()
-      assert_nm(linear.weight[0], axis=1)
+      assert_nm(linear.weight[0], 1, "1:4")
       assert np.array_equal(linear.weight[0], linear.weight[-1])
   assert np.all(module.model.encoder.pooler.weight != 0)
 
@@ -183,7 +165,7 @@ def test_transformer_of_haiku(monkeypatch, tmp_path):
   names = [name for name in params if "multi_head" in name or "transformer/linear" in name]
   assert len(names) == 2 * (4 + 2)
   for name in names:
-    assert_nm(params[name]["w"], axis=0)
+    assert_nm(params[name]["w"], 0, "1:4")
     assert params[name]["w"].shape[1:] == params[name]["b"].shape  # (in, out)
   assert np.all(params["language_model/linear"]["w"] != 0)
 
@@ -234,9 +216,8 @@ def test_nanolm_of_optax(monkeypatch):
     layer = params[f"MultiHeadDotProductAttention_{i}"]
     for name in ("query", "key", "value"):  # (embed, heads, head_dim)
       assert layer[name]["bias"].shape == layer[name]["kernel"].shape[1:]
-      assert_nm(layer[name]["kernel"], axis=0)
-    out = layer["out"]["kernel"]  # (heads, head_dim, embed)
-    assert_nm(out.reshape(-1, out.shape[-1]), axis=0)
+      assert_nm(layer[name]["kernel"], 0, "1:4")
+    assert_nm(layer["out"]["kernel"], (0, 1), "1:4")  # (heads, head_dim, embed)
   for i in range(4):
-    assert_nm(params[f"Dense_{i}"]["kernel"], axis=0)
+    assert_nm(params[f"Dense_{i}"]["kernel"], 0, "1:4")
   assert np.all(params["Dense_4"]["kernel"] != 0)

@@ -1,0 +1,9 @@
+import jax
+import pytest
+
+
+@pytest.fixture(autouse=True)
+def as_users_compute():
+  """Trainers promote dtypes and ranks as jax does by default."""
+  with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+    yield
