@@ -1,5 +1,6 @@
 """What every trainer must show, and how: one function a claim."""
 
+import functools
 import os
 import pathlib
 import signal
@@ -26,25 +27,22 @@ def recipe_of(name, pattern, steps):
   return nms.recipe(name, pattern=pattern, phases=phases)
 
 
-def rules_of(name, pattern, steps):
-  """One recipe for the blocks that families of models know."""
-  return nms.Rules(dict.fromkeys(BLOCKS, recipe_of(name, pattern, steps)))
+def rules_of(pattern, steps):
+  """Recipe -> rules that give it to the blocks that families of models know."""
+  return {
+    name: nms.Rules(dict.fromkeys(BLOCKS, recipe_of(name, pattern, steps))) for name in RECIPES
+  }
 
 
 # --- n:m ------------------------------------------------------------------------------------------
 
 
-def group_counts(w, axes, m):
-  """The non-zeros of each group of m along the axes that a product sums over, by numpy alone."""
-  axes = np.atleast_1d(axes)
-  w = np.moveaxis(np.asarray(w, np.float32), axes, range(-len(axes), 0))
-  return np.count_nonzero(w.reshape(-1, m), axis=1)
-
-
 def assert_nm(w, axes, pattern):
-  """Of each m weights along the axes, n are left."""
+  """Of each m weights along the axes that a product sums over, n are left: by numpy alone."""
   n, m = map(int, pattern.split(":"))
-  assert set(group_counts(w, axes, m)) == {n}
+  axes = np.atleast_1d(axes)
+  groups = np.moveaxis(np.asarray(w, np.float32), axes, range(-len(axes), 0)).reshape(-1, m)
+  assert set(np.count_nonzero(groups, axis=1)) == {n}
 
 
 def assert_sparse(params, rules, pattern, places):
@@ -80,6 +78,18 @@ def assert_sums_over(axes, kernel, x, call):
   want = np.asarray(call(kernel, no_feature))
   np.testing.assert_allclose(call(no_slice, x), want, 1e-4, 1e-5)
   assert np.abs(call(kernel, x) - want).max() > 1e-3
+
+
+def input_of(site, *batch):
+  """A random input of a layer: its last axes are those that the kernel sums over."""
+  summed = (site.shape[axis] for axis in site.groups.axes)
+  return np.random.default_rng(0).normal(size=(*batch, *summed))
+
+
+def layer_at(model, path):
+  """The part of a model at a path: of 'layers/0/mlp', `model.layers[0].mlp`."""
+  step = lambda at, word: at[int(word)] if word.isdigit() else getattr(at, word)
+  return functools.reduce(step, path.split("/"), model)
 
 
 def nnx_call(layer, name="kernel"):

@@ -39,7 +39,7 @@ MAKE, SKIP = optimizers.get_optimizer, optimizers.skip_step_on_spikes
 ITERATION = train.training_loop_iteration
 
 ALL = {"ff": "sr_ste", "q": "mdgf_exponential", "k": "sdgf_stepwise", "v": "idp", "o": "sr_ste"}
-ONE = rules_of("mdgf_exponential", "1:8", STEPS)
+ONE = rules_of("1:8", STEPS)["mdgf_exponential"]
 
 
 def mixed(steps):
@@ -158,22 +158,20 @@ def everything():
       yield f"axes {' '.join(words)}", lambda words=words: axes(*words)
 
 
-def main(folder, *only):
+def main(folder):
   os.makedirs(folder, exist_ok=True)
   os.chdir(folder)
   found = {}
   # A killed run in a child each: MaxText takes long to import, and jax has no backend yet.
   for name, rules in (("killed", MIXED), ("dense_killed", None)):
-    if not only or any("resumed" in word for word in only):
-      if not (child := os.fork()):
-        run(name, rules, *SAVED, kill=True)
-      found[name] = os.waitpid(child, 0)[1]
+    if not (child := os.fork()):
+      run(name, rules, *SAVED, kill=True)
+    found[name] = os.waitpid(child, 0)[1]
   for name, make in everything():
-    if not only or any(name.startswith(word) for word in only):
-      try:
-        found[name] = make()
-      except (Exception, SystemExit):
-        found[name] = traceback.format_exc()
+    try:
+      found[name] = make()
+    except (Exception, SystemExit):
+      found[name] = traceback.format_exc()
   with open("all", "wb") as file:
     pickle.dump(found, file)
 

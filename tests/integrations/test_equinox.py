@@ -11,7 +11,9 @@ from conformance import (
   assert_same,
   assert_sparse,
   assert_sums_over,
+  input_of,
   kill_and_resume,
+  layer_at,
   losses_by_hand,
   recipe_of,
   rules_of,
@@ -24,6 +26,8 @@ eqx = pytest.importorskip("equinox")
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 STEPS = 40
+RULES = rules_of("2:8", STEPS)
+LINEAR = recipe_of("mdgf_linear", "2:8", STEPS)
 KEY = jax.random.key(0)
 X = jax.random.normal(KEY, (6, 5, 16))  # (examples, tokens, features)
 Y = jnp.sort(X)
@@ -71,7 +75,7 @@ def train(tx, model, steps=STEPS, filtered=True):
 @pytest.mark.parametrize("filtered", [True, False])
 @pytest.mark.parametrize("name", RECIPES)
 def test_the_line_trains_nm_weights(name, filtered):
-  rules = rules_of(name, "2:8", STEPS)
+  rules = RULES[name]
   model, opt, losses = train(nms.sparse(optax.adamw(1e-2), rules), Block(KEY), filtered=filtered)
   # The model as it is: functions among its leaves.
   assert_sparse(model, rules, "2:8", places=6)
@@ -83,7 +87,7 @@ def test_the_line_trains_nm_weights(name, filtered):
 
 
 def test_bf16_and_accumulation():
-  rules = rules_of("mdgf_exponential", "2:8", STEPS)
+  rules = RULES["mdgf_exponential"]
   tx = optax.MultiSteps(nms.sparse(optax.adamw(1e-2), rules), 2)
   model, opt, _ = train(tx, Block(KEY, jnp.bfloat16), 2 * STEPS)
   assert_sparse(model, rules, "2:8", places=6)
@@ -93,7 +97,7 @@ def test_bf16_and_accumulation():
 
 @pytest.mark.parametrize("name", RECIPES[:2])
 def test_losses_are_those_of_a_loop_by_hand(name):
-  rules = rules_of(name, "2:8", STEPS)
+  rules = RULES[name]
   *_, losses = train(nms.sparse(optax.sgd(0.1), rules), Block(KEY))
   params, static = eqx.partition(Block(KEY), eqx.is_inexact_array)
   loss = lambda w, batch: loss_of(eqx.combine(w, static), *batch)
@@ -109,20 +113,14 @@ def test_losses_are_those_of_a_loop_by_hand(name):
 
 def test_the_family_knows_what_the_layers_sum_over_and_so_does_the_trace():
   model = Block(KEY)
-  layers = {
-    **{f"attention/{x}_proj": getattr(model.attention, f"{x}_proj")
-       for x in ("query", "key", "value", "output")},
-    **{f"mlp/layers/{i}": layer for i, layer in enumerate(model.mlp.layers)},
-  }  # fmt: skip
   place = nms.Rules({".*(proj|layers/.|out)/weight": recipe_of("sr_ste", "2:8", STEPS)})
   traced = place.for_model(lambda model, x: model(x), model, X[0]).assign(model).places
   assert {site.axis for site in traced.values()} == {1} and len(traced) == 7
-  for path, site in rules_of("sr_ste", "2:8", STEPS).assign(model).places.items():
-    layer = layers.pop(path.removesuffix("/weight"))
+  for path, site in RULES["sr_ste"].assign(model).places.items():
+    layer = layer_at(model, path.removesuffix("/weight"))
     call = lambda w, x, layer=layer: eqx.tree_at(lambda at: at.weight, layer, w)(x)
-    assert_sums_over(site.groups.axes, layer.weight, np.resize(X, layer.in_features), call)
+    assert_sums_over(site.groups.axes, layer.weight, input_of(site), call)
     assert site.axis == traced[path].axis
-  assert not layers
 
 
 def test_layers_that_filter_vmap_stacks():
@@ -132,8 +130,15 @@ def test_layers_that_filter_vmap_stacks():
   forward = lambda dynamic, x: jax.lax.scan(
     lambda x, layer: (eqx.combine(layer, static)(x), None), x, dynamic
   )[0]
-  traced = rules_of("sr_ste", "2:8", STEPS).for_model(forward, dynamic, X[0])  # some have no bias
+  traced = RULES["sr_ste"].for_model(forward, dynamic, X[0])  # some have no bias
   assert {site.axis for site in traced.assign(blocks).places.values()} == {2}
+
+
+def test_no_axis_is_guessed():
+  """An Embedding has a weight, too, and no product."""
+  model = {"ids": eqx.nn.Embedding(16, 8, key=KEY), "square": eqx.nn.Linear(8, 8, key=KEY)}
+  with pytest.raises(ValueError, match="not known for 'ids/weight'.*'square/weight'.*for_model"):
+    nms.Rules({".*/weight": LINEAR}).assign(model)
 
 
 # --- killed and resumed ---------------------------------------------------------------------------
@@ -185,40 +190,6 @@ def test_killed_and_resumed_is_uninterrupted(tmp_path):
   (tmp_path / "train.py").write_text(SCRIPT)
   assert kill_and_resume(tmp_path / "train.py", tmp_path, steps=24, kill_at=11) in (12, 13)
   assert (tmp_path / "killed.eqx").read_bytes() == (tmp_path / "whole.eqx").read_bytes()
-
-
-# --- what a user gets wrong -----------------------------------------------------------------------
-
-LINEAR = recipe_of("mdgf_linear", "2:8", STEPS)
-
-
-def no_parameters(tx, other, p):
-  return tx.update(p, tx.init(p))
-
-
-def rules_of_another_run(tx, other, p):
-  return tx.update(p, other.init(p), p)
-
-
-def no_axis(tx, other, p):
-  """An Embedding has a weight, too, and no product: no axis is guessed."""
-  model = {"ids": eqx.nn.Embedding(16, 8, key=KEY), "square": eqx.nn.Linear(8, 8, key=KEY)}
-  nms.Rules({".*/weight": LINEAR}).assign(model)
-
-
-@pytest.mark.parametrize(
-  "word, mistake",
-  [
-    ("needs the parameters", no_parameters),
-    ("was made by", rules_of_another_run),
-    ("not known for 'ids/weight'.*'square/weight'.*for_model", no_axis),
-  ],
-)
-def test_mistakes_are_one_sentence(word, mistake):
-  params = eqx.filter(Block(KEY), eqx.is_inexact_array)
-  optimizers = (nms.sparse(optax.sgd(0.1), rules_of(name, "2:8", STEPS)) for name in RECIPES[:2])
-  with pytest.raises(ValueError, match=word):
-    mistake(*optimizers, params)
 
 
 # --- haliax ---------------------------------------------------------------------------------------

@@ -77,16 +77,15 @@ def restored(trainer, step=-1):
   return trainer.checkpointer.restore(trainer.init_state(skip_transforms=True), step=step)
 
 
-EVERYTHING = {"return_losses": True, "return_metrics": True, "return_summaries": True}
-
-
 def stepped(trainer, count):
   """Yields the state before each of so many updates, what it returns, and the state after."""
   state, batches = trainer.init_state(), iter(trainer.train_ds)
   for _ in range(count):
     batch = kd.sharding.device_put(next(batches), trainer.sharding.batch)
     before = jax.tree.map(jnp.copy, state)  # the step donates it
-    state, aux = trainer.trainstep.step(state, batch, **EVERYTHING)
+    state, aux = trainer.trainstep.step(
+      state, batch, return_losses=True, return_metrics=True, return_summaries=True
+    )
     yield before, aux.compute(), state
 
 

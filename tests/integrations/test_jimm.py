@@ -5,7 +5,15 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from conformance import RECIPES, assert_sparse, assert_sums_over, nnx_call, rules_of
+from conformance import (
+  RECIPES,
+  assert_sparse,
+  assert_sums_over,
+  input_of,
+  layer_at,
+  nnx_call,
+  rules_of,
+)
 from flax import nnx
 
 import nm_sparsity_jax as nms
@@ -14,6 +22,7 @@ jimm = pytest.importorskip("jimm")
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 STEPS = 16
+RULES = rules_of("2:8", STEPS)
 X = jax.random.normal(jax.random.key(0), (8, 16, 16, 3))
 
 
@@ -32,7 +41,7 @@ def vit():
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_the_line_trains_nm_weights(name):
-  model, rules = vit(), rules_of(name, "2:8", STEPS)
+  model, rules = vit(), RULES[name]
   optimizer = nnx.Optimizer(model, nms.sparse(optax.adamw(1e-2), rules), wrt=nnx.Param)
 
   @nnx.jit
@@ -48,7 +57,7 @@ def test_the_line_trains_nm_weights(name):
 
 
 def test_axes_of_the_family_are_those_of_the_program():
-  rules, model = rules_of("sr_ste", "2:8", STEPS), vit()
+  rules, model = RULES["sr_ste"], vit()
   assert len(rules.assign(nnx.state(model, nnx.Param)).places) == 6
   assert rules.for_model(lambda model, x: model(x), model, X) == rules
 
@@ -56,9 +65,9 @@ def test_axes_of_the_family_are_those_of_the_program():
 def test_its_pooling_head_which_no_trace_can_follow():
   """Its query is a parameter, so a product of parameters comes first."""
   model = jimm.SigLIPVisionModel(16, 2, 64, 8, rngs=nnx.Rngs(0))
-  places = rules_of("sr_ste", "2:8", STEPS).assign(nnx.state(model, nnx.Param)).places
-  head = model.encoder.map_head.attn
-  for name in ("query", "key", "value", "out"):
-    layer, axes = getattr(head, name), places[f"encoder/map_head/attn/{name}/kernel"].groups.axes
-    x = np.random.default_rng(0).normal(size=(1, *(layer.kernel.shape[axis] for axis in axes)))
-    assert_sums_over(axes, layer.kernel[...], x, nnx_call(layer))
+  places = RULES["sr_ste"].assign(nnx.state(model, nnx.Param)).places
+  head = {path: site for path, site in places.items() if "map_head/attn" in path}
+  assert len(head) == 4
+  for path, site in head.items():
+    layer = layer_at(model, path.removesuffix("/kernel"))
+    assert_sums_over(site.groups.axes, layer.kernel[...], input_of(site, 1), nnx_call(layer))

@@ -15,8 +15,7 @@ pytest.importorskip("maxtext")
 
 HERE = pathlib.Path(__file__).resolve().parent
 STEPS = 12
-DECODERS = "llama2", "default", "gemma", "gemma2", "mistral", "qwen3"
-RULES = rules_of("sr_ste", "1:8", STEPS)  # the places of every run
+RULES = rules_of("1:8", STEPS)["sr_ste"]  # the places of every run
 
 
 @pytest.fixture(scope="module")
@@ -61,16 +60,12 @@ def test_a_killed_run_resumes_to_the_same_bits(found, kind):
     assert_same(again[part], result(found, whole)[part])
 
 
-def test_losses_are_those_of_a_loop_by_hand(found):
+def test_losses_are_those_of_a_loop_by_hand_though_gradients_accumulate(found):
   whole = result(found, "whole")
-  np.testing.assert_allclose(whole["losses"], result(found, "by hand"), rtol=0, atol=1e-5)
+  for losses in (whole["losses"], result(found, "accumulated")["losses"]):
+    np.testing.assert_allclose(losses, result(found, "by hand"), rtol=0, atol=1e-5)
   # MaxText evaluated after the update of step 8, on synthetic data that never changes.
   np.testing.assert_allclose(whole["evaluated"][-1], whole["losses"][9], rtol=0, atol=1e-5)
-
-
-def test_accumulated_gradients_are_those_of_the_whole_batch(found):
-  losses = [result(found, name)["losses"] for name in ("whole", "accumulated")]
-  np.testing.assert_allclose(*losses, atol=1e-5)
 
 
 def test_dense_weights_lie_as_their_parameters(found):
@@ -92,12 +87,13 @@ def test_a_skipped_step_counts_for_the_schedule_unless_the_skip_stands_outside(f
   assert all(inside["params"][path].all() for path in RULES.assign(inside["params"]).places)
 
 
-@pytest.mark.parametrize("how", ["", " scan_layers=false", " param_scan_axis=0"])
-@pytest.mark.parametrize("block", DECODERS)
-def test_families_know_the_axes_of_the_products(found, block, how):
+def test_families_know_the_axes_of_the_products(found):
   """Each kernel of the layers, as a trace of MaxText's forward pass multiplies by it."""
-  named, traced = result(found, f"axes decoder_block={block}{how}")
-  assert named == traced and len(named) >= 7
+  names = [name for name in found if name.startswith("axes")]
+  assert len(names) == 6 * 3
+  for name in names:
+    named, traced = result(found, name)
+    assert named == traced and len(named) >= 7, name
 
 
 def test_a_wrong_word_is_one_sentence_and_another_schedule_is_seen(found):

@@ -21,6 +21,8 @@ from conformance import (
   assert_same,
   assert_sparse,
   assert_sums_over,
+  input_of,
+  layer_at,
   nnx_call,
   recipe_of,
   replaced,
@@ -102,19 +104,20 @@ def trained(module, config, folder):
 # --- the proof ------------------------------------------------------------------------------------
 
 
-def prove(rules, params, layers, places):
+def prove(rules, params, places, layer_of):
   """The weights that rules name are 1:4 along the axes that their layers sum over.
 
   Args:
     rules: of the run.
     params: at its end.
-    layers: path of a layer -> an input, and call(kernel, x).
     places: so many weights are named.
+    layer_of: layer_of(path, site) is an input of that layer, and call(kernel, x).
   """
   assert_sparse(params, rules, "1:4", places)
   weights = dict(flatten(params))
   for path, site in rules.assign(params).places.items():
-    assert_sums_over(site.groups.axes, weights[path], *layers[path.removesuffix("/kernel")])
+    x, call = layer_of(path.removesuffix("/kernel"), site)
+    assert_sums_over(site.groups.axes, weights[path], x, call)
 
 
 def linen_layers(apply, params):
@@ -133,7 +136,7 @@ def linen_layers(apply, params):
 
   with nn.intercept_methods(note):
     apply(params)
-  return seen
+  return lambda path, site: seen[path]
 
 
 def dict_of(params):
@@ -204,11 +207,8 @@ def test_mnist(load, monkeypatch, tmp_path):
   assert int(end["rngs"].default.count[...]) == 2 * STEPS
   assert np.abs(model.batch_norm2.mean[...]).max() > 0.01
 
-  inputs = {"conv2": (1, 8, 8, 32), "linear1": (1, 3136), "linear2": (1, 256)}
-  layers = {
-    path: (rng.normal(size=shape), nnx_call(getattr(model, path))) for path, shape in inputs.items()
-  }
-  prove(rules, nnx.as_pure(nnx.state(model, nnx.Param)), layers, places=3)
+  layer_of = lambda path, site: (input_of(site, 1, 8, 8), nnx_call(getattr(model, path)))
+  prove(rules, nnx.as_pure(nnx.state(model, nnx.Param)), 3, layer_of)
 
 
 def test_imagenet(load, monkeypatch, tmp_path):
@@ -249,7 +249,7 @@ def test_imagenet(load, monkeypatch, tmp_path):
     variables = {"params": params, "batch_stats": stats}
     return model.apply(variables, jnp.asarray(image[:, 0]), train=False)
 
-  prove(rules, params, linen_layers(apply, params), places=8)
+  prove(rules, params, 8, linen_layers(apply, params))
   # What it saved is what it has.
   saved = module.restore_checkpoint(jax.tree.map(jnp.zeros_like, state), str(tmp_path))
   assert_same((saved.params, saved.opt_state), (state.params, state.opt_state))
@@ -313,7 +313,7 @@ def test_transformers(name, load, monkeypatch, tmp_path):
     params = jax.tree.map(lambda x: x[0], params)
   model = getattr(sys.modules["models"], case.model)(end["eval_config"])
   apply = lambda p: model.apply({"params": p}, *map(jnp.asarray, case.inputs.values()))
-  prove(rules, params, linen_layers(apply, params), case.places)
+  prove(rules, params, case.places, linen_layers(apply, params))
 
 
 def test_gemma(load, monkeypatch, tmp_path):
@@ -358,21 +358,16 @@ def test_gemma(load, monkeypatch, tmp_path):
     fsdp_parallelism=4, tensor_parallelism=2, prompts=("a",) * 4,
   )  # fmt: skip
   model = trained(module, config, tmp_path)["model"]
-  layers = {}
-  for path, module in nnx.iter_modules(model):
-    if not isinstance(module, (nnx.Linear, nnx.Einsum)):
-      continue
-    kernel, rngs = np.asarray(module.kernel[...]), nnx.Rngs(0)
+
+  def layer_of(path, site):  # without the mesh
+    module, rngs = layer_at(model, path), nnx.Rngs(0)
     if isinstance(module, nnx.Einsum):  # with the script's own equation
-      alone = nnx.Einsum(module.einsum_str, kernel.shape, rngs=rngs)
-      operand, of = module.einsum_str.split("->")[0].split(",")
-      size = dict(zip(of, kernel.shape, strict=True))
-      x = rngs.normal([size.get(letter, 2) for letter in operand])
+      alone = nnx.Einsum(module.einsum_str, site.shape, rngs=rngs)
     else:
-      alone = nnx.Linear(*kernel.shape, use_bias=False, rngs=rngs)
-      x = rngs.normal((2, kernel.shape[0]))
-    layers["/".join(map(str, path))] = x, nnx_call(alone)
-  prove(rules, nnx.as_pure(nnx.state(model, nnx.Param)), layers, places=12)
+      alone = nnx.Linear(*site.shape, use_bias=False, rngs=rngs)
+    return input_of(site, 2, 2), nnx_call(alone)
+
+  prove(rules, nnx.as_pure(nnx.state(model, nnx.Param)), 12, layer_of)
 
 
 def test_vae(load, monkeypatch, tmp_path):
@@ -392,4 +387,4 @@ def test_vae(load, monkeypatch, tmp_path):
   end = trained(module, config, tmp_path)
   params = dict_of(end["state"].params)
   apply = lambda p: module.models.model(20).apply({"params": p}, jnp.asarray(images), end["key"])
-  prove(rules, params, linen_layers(apply, params), places=5)
+  prove(rules, params, 5, linen_layers(apply, params))

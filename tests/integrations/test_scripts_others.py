@@ -16,13 +16,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conformance import SCRIPTS, assert_nm, recipe_of, replaced
+from conformance import BLOCKS, SCRIPTS, assert_nm, assert_sparse, recipe_of, replaced
 
 import nm_sparsity_jax as nms
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 STEPS = 24
 RECIPE = recipe_of("mdgf_linear", "1:4", STEPS)
+RULES = nms.Rules(dict.fromkeys(BLOCKS, RECIPE))
 
 
 def read(path):
@@ -37,18 +38,21 @@ def read(path):
   return re.sub(r"(?m)^%.*$", "", code)
 
 
-def run(monkeypatch, text, line, sizes):
+def run(monkeypatch, text, line, sizes, fakes=()):
   """Runs a script as a module of its own; returns its variables.
 
   Args:
     text: the script.
     line: {what stands there: what a user of nms writes in its place}.
     sizes: the same for what makes it small: no line of the diff.
+    fakes: modules in place of those that it imports.
   """
   text = replaced(text, line | sizes)
   module = types.ModuleType("script")
-  monkeypatch.setitem(sys.modules, "script", module)  # where classes look for their module
-  module.__dict__.update(nms=nms, RECIPE=RECIPE)
+  # Classes look for their module there.
+  for name, found in (dict(fakes) | {"script": module}).items():
+    monkeypatch.setitem(sys.modules, name, found)
+  module.__dict__.update(nms=nms, RECIPE=RECIPE, RULES=RULES)
   # As Python 3.14 reads annotations: Equinox' notebook has some that older ones cannot compute.
   exec(compile(text, "script", "exec", __future__.annotations.compiler_flag), module.__dict__)
   return module
@@ -87,8 +91,6 @@ def test_bert_of_equinox(monkeypatch):
     "transformers": mock.Mock(),
     "tqdm.notebook": tqdm,
   }
-  for name, fake in fakes.items():
-    monkeypatch.setitem(sys.modules, name, fake)
   monkeypatch.setattr(tqdm, "notebook", tqdm, raising=False)
   # What newer versions of jax lack, for arrays alone.
   stack = lambda x: jnp.stack([x] * jax.device_count()) if eqx.is_array(x) else x
@@ -109,6 +111,7 @@ def test_bert_of_equinox(monkeypatch):
       '"intermediate_size": 512': '"intermediate_size": 64',
       'eqx.tree_deserialise_leaves("bert_checkpoint.eqx", classifier)': "classifier",
     },
+    fakes,
   )
   layers = module.model.encoder.layers
   assert len(layers) == 2 and len(module.outputs) == Sentences.num_rows
@@ -133,7 +136,6 @@ def test_transformer_of_haiku(monkeypatch, tmp_path):
   for name in [name for name in sys.modules if name.split(".")[0] == "examples"]:
     monkeypatch.delitem(sys.modules, name)
   monkeypatch.syspath_prepend(str(SCRIPTS / "dm-haiku"))
-  rules = """nms.Rules({"qkv": RECIPE, "o": RECIPE, "ff": RECIPE})"""
   with mock.patch.object(flags, "FLAGS", flags.FlagValues()) as found:
     define = flags.DEFINE_string
     mine = lambda *args, **kwargs: define(*args, **kwargs, flag_values=found)
@@ -142,9 +144,9 @@ def test_transformer_of_haiku(monkeypatch, tmp_path):
       monkeypatch,
       text,
       {
-        "optimiser().init(": f"nms.sparse(optimiser(), {rules}).init(",
+        "optimiser().init(": "nms.sparse(optimiser(), RULES).init(",
         "optimiser().update(gradients, state.opt_state)":
-          f"nms.sparse(optimiser(), {rules}).update(gradients, state.opt_state, state.params)",
+          "nms.sparse(optimiser(), RULES).update(gradients, state.opt_state, state.params)",
       },
       {
         "MAX_STEPS = 10**6": f"MAX_STEPS = {STEPS}",
@@ -162,11 +164,7 @@ def test_transformer_of_haiku(monkeypatch, tmp_path):
     module.main(None)
   params, metrics = states[-1][0].params, states[-1][1]
   assert len(states) == STEPS and np.isfinite(metrics["loss"])
-  names = [name for name in params if "multi_head" in name or "transformer/linear" in name]
-  assert len(names) == 2 * (4 + 2)
-  for name in names:
-    assert_nm(params[name]["w"], 0, "1:4")
-    assert params[name]["w"].shape[1:] == params[name]["b"].shape  # (in, out)
+  assert_sparse(params, RULES, "1:4", places=2 * (4 + 2))
   assert np.all(params["language_model/linear"]["w"] != 0)
 
 
@@ -188,8 +186,6 @@ def test_nanolm_of_optax(monkeypatch):
     "matplotlib": mock.MagicMock(),
     "tensorflow_datasets": mock.Mock(load=lambda name: Shakespeare()),
   }
-  for name, fake in fakes.items():
-    monkeypatch.setitem(sys.modules, name, fake)
   places = """{"qkv": RECIPE, "o": RECIPE, r"params/Dense_[0-3]/kernel": RECIPE}"""
   forward = "lambda p, x: model.apply(p, x, training=False)"
   rules = f"nms.Rules({places}).for_model({forward}, var_params, train_data[None, :8])"
@@ -209,6 +205,7 @@ def test_nanolm_of_optax(monkeypatch):
       "HEAD_SIZE = 32": "HEAD_SIZE = 8",
       "var_params, 1000)": "var_params, 8)",
     },
+    fakes,
   )  # fmt: skip
   params = module.var_params["params"]
   assert len(module.all_train_losses) == STEPS

@@ -1,6 +1,5 @@
 """Tunix' trainer, unmodified: one line makes its models N:M sparse, in every way that it trains."""
 
-import functools
 import importlib
 import re
 import sys
@@ -17,8 +16,9 @@ from conformance import (
   assert_same,
   assert_sparse,
   assert_sums_over,
-  group_counts,
+  input_of,
   kill_and_resume,
+  layer_at,
   losses_by_hand,
   nnx_call,
   recipe_of,
@@ -41,6 +41,7 @@ with warnings.catch_warnings():
   from tunix.sft import hooks, peft_trainer, utils
 
 STEPS, SYMBOLS = 12, 16
+RULES = rules_of("1:4", STEPS)
 SIZES = dict(num_layers=2, embed_dim=16, hidden_dim=32, num_heads=4, head_dim=4, num_kv_heads=2)
 QWEN = dict(vocab_size=SYMBOLS, rope_theta=10_000, norm_eps=1e-6)
 GEMMA = dict(num_embed=SYMBOLS)
@@ -100,6 +101,10 @@ def trainer_of(optimizer, model=None, folder=None, steps=STEPS, hook=None, **fie
   return trainer.with_gen_model_input_fn(inputs_of)
 
 
+def sparse(name):
+  return nms.sparse(optax.adamw(1e-2), RULES[name])
+
+
 def params_of(trainer):
   return nnx.as_pure(nnx.state(trainer.model, nnx.Param))
 
@@ -119,7 +124,7 @@ def family(name):
 def test_roles_find_the_kernels_of_a_family_and_the_axis_that_its_products_sum_over(name):
   model = family(name)
   graph, params, rest = nnx.split(model, nnx.Param, ...)
-  rules = rules_of("sr_ste", "1:4", STEPS)
+  rules = RULES["sr_ste"]
   sites = rules.assign(params).places
   kernels = re.compile(r"layers/./(mlp|attn|moe)/(?!router)\w*(proj|einsum|linear)(/w|/kernel)?")
   assert sorted(sites) == sorted(p for p, _ in flatten(params) if kernels.fullmatch(p))
@@ -131,15 +136,12 @@ def test_roles_find_the_kernels_of_a_family_and_the_axis_that_its_products_sum_o
   assert rules.for_model(forward, params, *x).axes == {}
 
   for path, site in sites.items():
-    *folder, last = path.split("/")
+    folder, _, last = path.rpartition("/")
     if last not in ("w", "kernel"):  # experts: the trace alone
       continue
-    step = lambda at, word: at[int(word)] if word.isdigit() else getattr(at, word)
-    module, axes = functools.reduce(step, folder, model), site.groups.axes
-    summed = [site.shape[axis] for axis in axes]
-    x = np.random.default_rng(0).normal(size=(1, 1, *summed))
     kernel = np.random.default_rng(1).normal(size=site.shape)  # Tunix makes some of zeros
-    assert_sums_over(axes, kernel, x, nnx_call(module, last))
+    call = nnx_call(layer_at(model, folder), last)
+    assert_sums_over(site.groups.axes, kernel, input_of(site, 1, 1), call)
 
 
 # --- training ---------------------------------------------------------------------------------
@@ -151,9 +153,8 @@ def loss_of(model, batch):
 
 @pytest.mark.parametrize(("name", "accumulate"), [*zip(RECIPES, (1, 2, 1, 2), strict=True)])
 def test_one_line_trains_n_of_m_as_a_loop_by_hand(name, accumulate):
-  rules = rules_of(name, "1:4", STEPS)
-  optimizer = nms.sparse(optax.adamw(1e-2), rules)
-  trainer = trainer_of(optimizer, gradient_accumulation_steps=accumulate)
+  rules = RULES[name]
+  trainer = trainer_of(sparse(name), gradient_accumulation_steps=accumulate)
   seen, held_out = batches(STEPS * accumulate), batches(1, seed=1)
   trainer.train(seen, held_out)
   assert_sparse(params_of(trainer), rules, "1:4", places=14)
@@ -170,45 +171,41 @@ def test_one_line_trains_n_of_m_as_a_loop_by_hand(name, accumulate):
 
 
 def test_bfloat16_parameters_have_float32_weights_behind_them_and_exact_zeros(tmp_path):
-  rules = rules_of("mdgf_exponential", "1:4", STEPS)
-  make = lambda steps: trainer_of(
-    nms.sparse(optax.adamw(1e-2), rules), qwen(jnp.bfloat16), tmp_path, steps)  # fmt: skip
+  optimizer = sparse("mdgf_exponential")
+  make = lambda steps: trainer_of(optimizer, qwen(jnp.bfloat16), tmp_path, steps)
   make(6).train(batches(6))
   trainer = make(STEPS)
   assert trainer.train_steps == 6
   trainer.train(batches(STEPS))
   params = params_of(trainer)
   dense = nms.dense_params(params, nnx.as_pure(trainer.optimizer.opt_state))
-  assert_sparse(params, rules, "1:4", places=14)
+  assert_sparse(params, RULES["mdgf_exponential"], "1:4", places=14)
   for tree, dtype in ((params, "bfloat16"), (dense, "float32")):
     assert tree["layers"][0]["mlp"]["up_proj"]["kernel"].dtype == dtype
-  whole = trainer_of(nms.sparse(optax.adamw(1e-2), rules), qwen(jnp.bfloat16))
+  whole = trainer_of(optimizer, qwen(jnp.bfloat16))
   whole.train(batches(STEPS))
   assert_same(params, params_of(whole))
 
   # Other rules than those of the checkpoint: Tunix compiles its step, where nothing can raise.
-  other = nms.sparse(optax.adamw(1e-2), rules_of("sr_ste", "1:4", STEPS))
-  trainer = trainer_of(other, qwen(jnp.bfloat16), tmp_path, STEPS + 1)
+  trainer = trainer_of(sparse("sr_ste"), qwen(jnp.bfloat16), tmp_path, STEPS + 1)
   trainer.train(batches(STEPS + 1))
   assert np.any(np.isnan(params_of(trainer)["layers"][0]["mlp"]["up_proj"]["kernel"]))
 
 
 def test_a_mesh_shards_the_dense_weights_as_their_parameters(tmp_path):
-  rules = rules_of("idp", "1:4", STEPS)
-
   def run(folder, steps):
     mesh = jax.sharding.Mesh(np.reshape(jax.devices()[:4], (2, 2)), ("fsdp", "tp"))
     with mesh:
       model = qwen()
       state = nnx.state(model)
       nnx.update(model, jax.device_put(state, nnx.get_named_sharding(state, mesh)))
-      trainer = trainer_of(nms.sparse(optax.adamw(1e-2), rules), model, folder, steps)
+      trainer = trainer_of(sparse("idp"), model, folder, steps)
       trainer.train(batches(steps))
     return trainer
 
   run(tmp_path / "resumed", 6)
   ends = [run(tmp_path / folder, STEPS) for folder in ("resumed", "whole")]
-  assert_sparse(params_of(ends[0]), rules, "1:4", places=14)
+  assert_sparse(params_of(ends[0]), RULES["idp"], "1:4", places=14)
   assert_same(*map(params_of, ends))
   for trainer in ends:
     params, opt = params_of(trainer), nnx.as_pure(trainer.optimizer.opt_state)
@@ -222,7 +219,7 @@ def test_a_mesh_shards_the_dense_weights_as_their_parameters(tmp_path):
 
 def test_a_given_mask_is_held_and_lora_that_tunix_trains_alone_is_refused():
   params = nnx.as_pure(nnx.state(qwen(), nnx.Param))
-  given = nms.finalize(params, rules_of("sr_ste", "1:4", STEPS), STEPS)
+  given = nms.finalize(params, RULES["sr_ste"], STEPS)
   zeros = lambda params: {p: np.asarray(x) == 0 for p, x in flatten(params) if "lora" not in p}
 
   def pruned():
@@ -251,7 +248,7 @@ def test_a_given_mask_is_held_and_lora_that_tunix_trains_alone_is_refused():
 
 
 def test_an_accumulation_inside_is_refused_and_a_wrong_place_names_what_there_is():
-  inside = nms.sparse(optax.MultiSteps(optax.sgd(0.1), 2), rules_of("sr_ste", "1:4", STEPS))
+  inside = nms.sparse(optax.MultiSteps(optax.sgd(0.1), 2), RULES["sr_ste"])
   with pytest.raises(ValueError, match="MultiSteps"):
     trainer_of(inside)
   elsewhere = nms.Rules({".*/attention/.*": recipe_of("sr_ste", "1:4", STEPS)})
@@ -296,8 +293,7 @@ class Told(hooks.TrainingHooks):
 
 def main(folder):
   with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-    optimizer = nms.sparse(optax.adamw(1e-2), rules_of("idp", "1:4", STEPS))
-    trainer = trainer_of(optimizer, folder=folder, hook=Told(), gradient_accumulation_steps=2)
+    trainer = trainer_of(sparse("idp"), None, folder, hook=Told(), gradient_accumulation_steps=2)
     trainer.train(batches(2 * STEPS), batches(1, seed=1))
 
 
@@ -305,13 +301,12 @@ def test_killed_and_resumed_ends_with_the_bits_of_a_run_that_was_not(tmp_path):
   assert kill_and_resume(__file__, tmp_path, STEPS, kill_at=7) > 1
   ends = [checkpoint(tmp_path / folder) for folder in ("whole", "killed")]
   assert_same(*ends)
-  rules = rules_of("idp", "1:4", STEPS)
-  assert_sparse(ends[0]["model_params"], rules, "1:4", places=14)
+  assert_sparse(ends[0]["model_params"], RULES["idp"], "1:4", places=14)
   # Orbax wrote our state: W, the count, the masks, and the text of the rules.
   state = ends[0]["optimizer_state"]["opt_state"]["inner_opt_state"]
-  assert rules_text.unpack(np.asarray(state["rules"])) == rules.text
+  assert rules_text.unpack(np.asarray(state["rules"])) == RULES["idp"].text
   assert int(state["count"]) == STEPS and len(jax.tree.leaves(state["masks"]["mask"])) == 14
-  assert group_counts(state["dense"]["layers"]["0"]["mlp"]["up_proj"]["kernel"], 0, 4).min() == 4
+  assert np.all(state["dense"]["layers"]["0"]["mlp"]["up_proj"]["kernel"])
 
 
 def checkpoint(folder):
