@@ -37,12 +37,12 @@ def rules_of(pattern, steps):
 # --- n:m ------------------------------------------------------------------------------------------
 
 
-def assert_nm(w, axes, pattern):
+def assert_nm(w, axes, pattern, path=""):
   """Of each m weights along the axes that a product sums over, n are left: by numpy alone."""
   n, m = map(int, pattern.split(":"))
   axes = np.atleast_1d(axes)
   groups = np.moveaxis(np.asarray(w, np.float32), axes, range(-len(axes), 0)).reshape(-1, m)
-  assert set(np.count_nonzero(groups, axis=1)) == {n}
+  assert set(np.count_nonzero(groups, axis=1)) == {n}, path
 
 
 def assert_sparse(params, rules, pattern, places):
@@ -50,24 +50,25 @@ def assert_sparse(params, rules, pattern, places):
   found, weights = rules.assign(params).places, dict(flatten(params))
   assert len(found) == places
   for path, site in found.items():
-    assert_nm(weights[path], site.groups.axes, pattern)
+    assert_nm(weights[path], site.groups.axes, pattern, path)
 
 
 # --- the axes that a product sums over ------------------------------------------------------------
 
 
-def assert_sums_over(axes, kernel, x, call):
-  """A product sums over axes: a feature of 0 gives what a kernel without its slice gives.
+def assert_sums_over(site, kernel, x, call):
+  """A layer sums over the axes of a site: a feature of 0 gives what a slice of 0 gives.
 
   Args:
-    axes: of the kernel.
+    site: what rules say of the kernel.
     kernel: what the layer multiplies by.
-    x: an input of the layer, whose last axes meet `axes`.
+    x: an input of the layer, whose last axes meet those of the site.
     call: call(kernel, x) is the layer.
   """
+  axes = site.groups.axes
   kernel, x = np.array(kernel, np.float32), np.array(x, np.float32)
   last = range(-len(axes), 0)
-  assert x.shape[-len(axes) :] == tuple(kernel.shape[axis] for axis in axes)
+  assert x.shape[-len(axes) :] == tuple(kernel.shape[axis] for axis in axes), site.path
   # The feature that says most, since an untrained bias or relu may leave others at 0.
   size = np.abs(x).reshape(-1, *x.shape[-len(axes) :]).sum(0)
   size *= np.abs(np.moveaxis(kernel, axes, last)).sum(tuple(range(kernel.ndim - len(axes))))
@@ -76,8 +77,8 @@ def assert_sums_over(axes, kernel, x, call):
   no_feature[feature] = 0
   np.moveaxis(no_slice, axes, last)[feature] = 0
   want = np.asarray(call(kernel, no_feature))
-  np.testing.assert_allclose(call(no_slice, x), want, 1e-4, 1e-5)
-  assert np.abs(call(kernel, x) - want).max() > 1e-3
+  np.testing.assert_allclose(call(no_slice, x), want, 1e-4, 1e-5, err_msg=site.path)
+  assert np.abs(call(kernel, x) - want).max() > 1e-3, site.path
 
 
 def input_of(site, *batch):

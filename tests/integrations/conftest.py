@@ -1,5 +1,9 @@
+"""Trainers compute as their users let them."""
+
 import jax
 import pytest
+
+pytest.register_assert_rewrite("conformance")  # what differs is in the message
 
 
 @pytest.fixture(autouse=True)

@@ -119,7 +119,7 @@ def test_the_family_knows_what_the_layers_sum_over_and_so_does_the_trace():
   for path, site in RULES["sr_ste"].assign(model).places.items():
     layer = layer_at(model, path.removesuffix("/weight"))
     call = lambda w, x, layer=layer: eqx.tree_at(lambda at: at.weight, layer, w)(x)
-    assert_sums_over(site.groups.axes, layer.weight, input_of(site), call)
+    assert_sums_over(site, layer.weight, input_of(site), call)
     assert site.axis == traced[path].axis
 
 

@@ -121,7 +121,7 @@ def test_the_family_knows_what_the_layers_sum_over():
   assert len(places) == 6
   for path, site in places.items():
     name = path.removesuffix("/w")
-    assert_sums_over(site.groups.axes, params[name]["w"], inputs[name], linear(params[name]))
+    assert_sums_over(site, params[name]["w"], inputs[name], linear(params[name]))
 
 
 SPARSE = recipe_of("sr_ste", "1:4", STEPS)

@@ -70,4 +70,4 @@ def test_its_pooling_head_which_no_trace_can_follow():
   assert len(head) == 4
   for path, site in head.items():
     layer = layer_at(model, path.removesuffix("/kernel"))
-    assert_sums_over(site.groups.axes, layer.kernel[...], input_of(site, 1), nnx_call(layer))
+    assert_sums_over(site, layer.kernel[...], input_of(site, 1), nnx_call(layer))

@@ -371,7 +371,7 @@ def test_the_family_knows_what_attention_sums_over():
     (site,) = nms.Rules({role: RECIPE}).assign(tree).places.values()
     assert site.path == part.kernel.path
     call = lambda w, x, part=part: part.stateless_call([w, part.bias.value], [], x)[0]
-    assert_sums_over(site.groups.axes, part.kernel.value, input_of(site, 1, 6), call)
+    assert_sums_over(site, part.kernel.value, input_of(site, 1, 6), call)
 
 
 # --- examples -------------------------------------------------------------------------------------

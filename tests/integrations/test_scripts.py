@@ -117,7 +117,7 @@ def prove(rules, params, places, layer_of):
   weights = dict(flatten(params))
   for path, site in rules.assign(params).places.items():
     x, call = layer_of(path.removesuffix("/kernel"), site)
-    assert_sums_over(site.groups.axes, weights[path], x, call)
+    assert_sums_over(site, weights[path], x, call)
 
 
 def linen_layers(apply, params):

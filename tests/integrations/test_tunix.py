@@ -141,7 +141,7 @@ def test_roles_find_the_kernels_of_a_family_and_the_axis_that_its_products_sum_o
       continue
     kernel = np.random.default_rng(1).normal(size=site.shape)  # Tunix makes some of zeros
     call = nnx_call(layer_at(model, folder), last)
-    assert_sums_over(site.groups.axes, kernel, input_of(site, 1, 1), call)
+    assert_sums_over(site, kernel, input_of(site, 1, 1), call)
 
 
 # --- training ---------------------------------------------------------------------------------
