@@ -3,7 +3,6 @@
 JAX_NUM_CPU_DEVICES=4 python tests/integrations/maxtext_runs.py FOLDER   pickles it into FOLDER/all
 """
 
-import dataclasses
 import json
 import os
 import pickle
@@ -14,7 +13,7 @@ import traceback
 import jax
 import maxtext
 import numpy as np
-import optax
+from conformance import losses_by_hand, recipe_of, rules_of
 from flax import nnx
 from flax.core.spmd import logical_axis_rules
 from maxtext.optimizers import optimizers
@@ -25,7 +24,6 @@ import nm_sparsity_jax as nms
 from nm_sparsity_jax.core.trees import flatten
 
 STEPS, KILLED = 12, 8
-PHASES = nms.Phases(total=STEPS, dense=3, finetune=3)
 SMALL = [
   "hardware=cpu", "skip_jax_distributed_system=true", "dataset_type=synthetic", "vocab_size=64",
   "max_target_length=16", "per_device_batch_size=2", "attention=dot_product", "base_emb_dim=32",
@@ -41,12 +39,14 @@ MAKE, SKIP = optimizers.get_optimizer, optimizers.skip_step_on_spikes
 ITERATION = train.training_loop_iteration
 
 ALL = {"ff": "sr_ste", "q": "mdgf_exponential", "k": "sdgf_stepwise", "v": "idp", "o": "sr_ste"}
-MIXED = nms.Rules(
-  {place: nms.recipe(name, pattern="1:8", phases=PHASES) for place, name in ALL.items()}
-)
-ONE = nms.Rules(
-  dict.fromkeys(("ff", "qkv", "o"), nms.recipe("mdgf_exponential", pattern="1:8", phases=PHASES))
-)
+ONE = rules_of("1:8", STEPS)["mdgf_exponential"]
+
+
+def mixed(steps):
+  return nms.Rules({place: recipe_of(name, "1:8", steps) for place, name in ALL.items()})
+
+
+MIXED = mixed(STEPS)
 
 
 def config_of(*arguments):
@@ -100,30 +100,17 @@ def run(name, rules, *arguments, kill=False, inside=False, first=None):
 
 
 def by_hand(rules, first, *arguments):
-  """The losses of a loop over MaxText's model with two seams: masks in the loss, SR-STE's link."""
+  """The losses of a loop over MaxText's model."""
   config, _ = config_of(*arguments)
   schedule = maxtext_utils.create_learning_rate_schedule(config)
-  tx = optax.chain(nms.sr_ste(rules), MAKE(config, schedule))
   graph, w, rest = nnx.split(nnx.merge(first["graph"], first["state"]), nnx.Param, ...)
 
-  def loss_of(w, step, kept):
-    seen = nnx.merge(graph, nms.sparsify(w, rules, step, kept), rest, copy=True)
-    return train.loss_fn(seen, config, dict(first["batch"]), None, None)[0]
+  def loss(w, batch):
+    seen = nnx.merge(graph, w, rest, copy=True)
+    return train.loss_fn(seen, config, dict(batch), None, None)[0]
 
-  @jax.jit
-  def train_step(w, opt, kept, step):
-    loss, grads = jax.value_and_grad(loss_of)(w, step, kept)
-    updates, opt = tx.update(grads, opt, w, nm_state=kept)
-    after = optax.apply_updates(w, updates)
-    return loss, after, opt, nms.update_state(kept, after, rules, step + 1, grads, w)
-
-  losses = []
   with jax.set_mesh(first["mesh"]), logical_axis_rules(config.logical_axis_rules):
-    opt, kept = tx.init(w), nms.init_state(w, rules)
-    for step in range(STEPS):
-      loss, w, opt, kept = train_step(w, opt, kept, step)
-      losses.append(float(loss))
-  return losses
+    return losses_by_hand(loss, w, rules, MAKE(config, schedule), [first["batch"]] * STEPS)
 
 
 def axes(*arguments):
@@ -163,32 +150,28 @@ def everything():
   yield "spikes inside", lambda: run("inside", ONE, *SPIKES, inside=True)
   wrong = nms.Rules({"mlp": ONE.places["ff"]})
   yield "a wrong word", lambda: run("wrong", wrong)
-  longer = nms.Phases(total=STEPS + 3, dense=3, finetune=3)
-  more = {place: dataclasses.replace(r, phases=longer) for place, r in MIXED.places.items()}
   # After "resumed", whose last checkpoint it takes.
-  yield "a longer schedule", lambda: run("killed", nms.Rules(more), *SAVED, f"steps={STEPS + 3}")
+  yield "a longer schedule", lambda: run("killed", mixed(STEPS + 3), *SAVED, f"steps={STEPS + 3}")
   for block in ("llama2", "default", "gemma", "gemma2", "mistral", "qwen3"):
     for how in ("", "scan_layers=false", "param_scan_axis=0"):
       words = [f"decoder_block={block}", *filter(None, [how])]
       yield f"axes {' '.join(words)}", lambda words=words: axes(*words)
 
 
-def main(folder, *only):
+def main(folder):
   os.makedirs(folder, exist_ok=True)
   os.chdir(folder)
   found = {}
   # A killed run in a child each: MaxText takes long to import, and jax has no backend yet.
   for name, rules in (("killed", MIXED), ("dense_killed", None)):
-    if not only or any("resumed" in word for word in only):
-      if not (child := os.fork()):
-        run(name, rules, *SAVED, kill=True)
-      found[name] = os.waitpid(child, 0)[1]
+    if not (child := os.fork()):
+      run(name, rules, *SAVED, kill=True)
+    found[name] = os.waitpid(child, 0)[1]
   for name, make in everything():
-    if not only or any(name.startswith(word) for word in only):
-      try:
-        found[name] = make()
-      except (Exception, SystemExit):
-        found[name] = traceback.format_exc()
+    try:
+      found[name] = make()
+    except (Exception, SystemExit):
+      found[name] = traceback.format_exc()
   with open("all", "wb") as file:
     pickle.dump(found, file)
 

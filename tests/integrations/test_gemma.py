@@ -2,7 +2,6 @@
 
 # ruff: noqa: E402
 import dataclasses
-import pathlib
 import re
 import runpy
 import shutil
@@ -13,10 +12,17 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from conformance import (
+  RECIPES,
+  ROOT,
+  assert_same,
+  assert_sparse,
+  losses_by_hand,
+  recipe_of,
+)
 
 pytest.importorskip("kauldron")
 pytest.importorskip("gemma")
-ROOT = pathlib.Path(__file__).resolve().parents[2]
 PATHS = [str(ROOT), *(str(ROOT / name) for name in ("tests/integrations", "examples"))]
 sys.path += PATHS
 
@@ -41,14 +47,7 @@ from nm_sparsity_jax.training import roles
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
-# Of kernels by name: the axis after "sum over" in Gemma's own einsums, '...F,NFH->...NH' and so on.
-AXES = {"q_einsum/w": 1, "kv_einsum/w": 2, "gating_einsum": 1, "linear": 0}
-
-
-@pytest.fixture(autouse=True, scope="module")
-def relaxed():
-  with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-    yield
+STEPS = 12  # of gemma_konfig
 
 
 def trainer_of(workdir, **changes):
@@ -58,11 +57,8 @@ def trainer_of(workdir, **changes):
   return dataclasses.replace(konfig.resolve(cfg), **changes)
 
 
-def rules_of(recipe, total=12):
-  phases = nms.Phases(total=total, dense=2, finetune=total // 3)
-  return gemma_kauldron.rules_for(
-    gemma_kauldron.model(), nms.recipe(recipe, pattern="1:4", phases=phases)
-  )
+def rules_of(name):
+  return gemma_kauldron.rules_for(gemma_kauldron.model(), recipe_of(name, "1:4", STEPS))
 
 
 def sparse(recipe, tx=None):
@@ -81,38 +77,30 @@ def restored(trainer, step=-1):
   return trainer.checkpointer.restore(trainer.init_state(skip_transforms=True), step=step)
 
 
-EVERYTHING = {"return_losses": True, "return_metrics": True, "return_summaries": True}
-
-
 def stepped(trainer, count):
   """Yields the state before each of so many updates, what it returns, and the state after."""
   state, batches = trainer.init_state(), iter(trainer.train_ds)
   for _ in range(count):
     batch = kd.sharding.device_put(next(batches), trainer.sharding.batch)
     before = jax.tree.map(jnp.copy, state)  # the step donates it
-    state, aux = trainer.trainstep.step(state, batch, **EVERYTHING)
+    state, aux = trainer.trainstep.step(
+      state, batch, return_losses=True, return_metrics=True, return_summaries=True
+    )
     yield before, aux.compute(), state
 
 
 def arrays(folder, step):
-  """Every array of a checkpoint, the optimizer's too, by Orbax alone: path -> array."""
+  """Every array of a checkpoint, the optimizer's too, by Orbax alone."""
   import orbax.checkpoint as ocp
 
   path, reader = folder / f"checkpoints/ckpt_{step}/default", ocp.PyTreeCheckpointer()
   as_numpy = lambda leaf: ocp.RestoreArgs(restore_type=np.ndarray)
   args = jax.tree.map(as_numpy, reader.metadata(path).item_metadata.tree)
-  return dict(trees.flatten(reader.restore(path, restore_args=args)))
+  return reader.restore(path, restore_args=args)
 
 
 def assert_one_of_four(params):
-  """By numpy alone."""
-  found = dict(trees.flatten(params))
-  kernels = [(x, axis) for name, axis in AXES.items() for path, x in found.items()
-             if re.fullmatch(rf"(params/)?layer_./\w+/{name}", path)]  # fmt: skip
-  assert len(kernels) == 8
-  for x, axis in kernels:
-    groups = np.moveaxis(np.asarray(x, np.float32), axis, -1).reshape(-1, 4)
-    np.testing.assert_array_equal((groups != 0).sum(1), 1)
+  assert_sparse(params, rules_of("idp"), "1:4", places=8)
 
 
 # --- runs -----------------------------------------------------------------------------------------
@@ -142,7 +130,7 @@ def test_the_checkpoint_of_step_n_holds_n_updates_and_is_proven(whole, tmp_path)
   for step, path in paths.items():
     stored = checkpoint.read(path)
     assert (stored.step, stored.sparse_step) == (step, step)
-  assert_one_of_four(arrays(whole, 12))
+  assert_one_of_four(arrays(whole, 12)["params"])
   assert runs.verify(str(whole)).ok and not runs.verify(paths[4]).ok
   made = runs.finalize(str(whole), str(tmp_path / "final"))
   assert made.ok and not any(made.removed.values())
@@ -154,10 +142,9 @@ def test_it_goes_on_to_the_same_bits_with_stored_masks(tmp_path):
   for name, stops in (("one", (None,)), ("two", (9, None))):
     for after in stops:
       trainer_of(tmp_path / name, stop_after_steps=after).train()
-  expected, found = arrays(tmp_path / "one", 12), arrays(tmp_path / "two", 12)
-  assert expected.keys() == found.keys() and any("masks/mask" in key for key in expected)
-  for key, x in expected.items():
-    np.testing.assert_array_equal(found[key], x, err_msg=key)
+  found = arrays(tmp_path / "two", STEPS)
+  assert_same(found, arrays(tmp_path / "one", STEPS))
+  assert jax.tree.leaves(found["opt_state"]["masks"]["mask"])
 
 
 def test_eight_devices_that_share_the_weights_train_as_one_and_masks_keep_their_bits(
@@ -167,13 +154,12 @@ def test_eight_devices_that_share_the_weights_train_as_one_and_masks_keep_their_
   trainer = trainer_of(tmp_path, sharding=kd.sharding.ShardingStrategy(params=everything))
   state, _ = trainer.train()
   assert not state.params["layer_0"]["mlp"]["linear"].sharding.is_fully_replicated
-  found, expected = arrays(tmp_path, 12), arrays(whole, 12)
-  assert any(key.startswith("opt_state/masks/mask") for key in found)
-  for key, x in expected.items():
-    np.testing.assert_allclose(found[key], x, atol=1e-4 * (x.dtype == np.float32), err_msg=key)
+  found = arrays(tmp_path, STEPS)
+  assert jax.tree.leaves(found["opt_state"]["masks"]["mask"])
+  assert_same(found, arrays(whole, STEPS), atol=1e-4)
 
 
-@pytest.mark.parametrize("recipe", ["sr_ste", "mdgf_exponential", "sdgf_stepwise", "idp"])
+@pytest.mark.parametrize("recipe", RECIPES)
 def test_each_recipe_ends_n_m_and_the_metric_tells_what_its_updates_do(recipe, tmp_path):
   trainer, rules = trainer_of(tmp_path, **sparse(recipe)), rules_of(recipe)
 
@@ -198,26 +184,18 @@ def test_each_recipe_ends_n_m_and_the_metric_tells_what_its_updates_do(recipe, t
 
 def test_the_loss_is_that_of_a_loop_that_masks_in_its_loss(tmp_path):
   rules, trainer = rules_of("sr_ste"), trainer_of(tmp_path, **sparse("sr_ste", optax.adamw(1e-3)))
-  model, tx = gemma_kauldron.model(), optax.chain(nms.sr_ste(rules), optax.adamw(1e-3))
+  model = gemma_kauldron.model()
+
+  def loss(params, batch):
+    logits = model.apply({"params": params}, batch["tokens"]).logits
+    xent = optax.softmax_cross_entropy_with_integer_labels
+    return xent(logits, batch["target"][..., 0]).mean()
+
+  batches = [batch for _, batch in zip(range(STEPS), trainer.train_ds, strict=False)]
   params = trainer.init_state().params
-  opt = tx.init(params)
-
-  @jax.jit
-  def step(params, opt, batch):
-    def loss_of(params):
-      seen = nms.sparsify(params, rules, nms.step_count(opt))
-      logits = model.apply({"params": seen}, batch["tokens"]).logits
-      xent = optax.softmax_cross_entropy_with_integer_labels
-      return xent(logits, batch["target"][..., 0]).mean()
-
-    loss, grads = jax.value_and_grad(loss_of)(params)
-    updates, opt = tx.update(grads, opt, params)
-    return optax.apply_updates(params, updates), opt, loss
-
-  batches = iter(trainer.train_ds)
-  for _, aux, _ in stepped(trainer, 12):
-    params, opt, loss = step(params, opt, next(batches))
-    assert abs(float(aux.loss_values["losses/xent"]) - float(loss)) < 1e-5
+  expected = losses_by_hand(loss, params, rules, optax.adamw(1e-3), batches)
+  losses = [aux.loss_values["losses/xent"] for _, aux, _ in stepped(trainer, STEPS)]
+  np.testing.assert_allclose(losses, expected, rtol=0, atol=1e-5)
 
 
 def test_gradients_accumulate_in_bf16_and_the_checkpoint_knows_its_rules(tmp_path):
@@ -229,7 +207,7 @@ def test_gradients_accumulate_in_bf16_and_the_checkpoint_knows_its_rules(tmp_pat
   found = checkpoint.read(str(tmp_path))
   assert (found.step, found.sparse_step) == (24, 12)
   assert found.leaves["target/layer_0/mlp/linear"].dtype == jnp.bfloat16
-  assert_one_of_four(arrays(tmp_path, 24))
+  assert_one_of_four(arrays(tmp_path, 24)["params"])
   assert runs.verify(str(tmp_path)).ok
 
 
@@ -249,18 +227,16 @@ def test_stored_masks_are_those_of_loaded_weights_and_the_dense_phase_is_kauldro
   changes = sparse("one_shot") | {"optimizer": nms.sparse(optax.sgd(0.1), rules)}
   trainer = trainer_of(tmp_path, **changes, init_transform=Loaded(workdir=str(whole)))
   loaded = restored(trainer_of(whole)).params
-  same = lambda a, b: all(jax.tree.leaves(jax.tree.map(lambda x, y: bool((x == y).all()), a, b)))
-  assert same(trainer.init_state().params, loaded)
+  assert_same(trainer.init_state().params, loaded)
   ((_, _, state),) = stepped(dataclasses.replace(trainer, train_metrics={}), 1)
-  assert same(state.opt_state.masks["mask"], nms.init_state(loaded, rules)["mask"])
+  assert_same(state.opt_state.masks["mask"], nms.init_state(loaded, rules)["mask"])
   assert nms.verify(state.params, rules).ok
   # Two updates in the dense phase are Kauldron's own.
   own = {"checkpointer": kd.ckpts.NoopCheckpointer(), "train_metrics": {}, "evals": {}}
   *_, (_, _, ours) = stepped(trainer_of(tmp_path, **own), 2)
   own["optimizer"] = optax.sgd(0.5, momentum=0.9)
   *_, (_, _, dense) = stepped(trainer_of(tmp_path, **own), 2)
-  mine = nms.dense_params(ours.params, ours.opt_state)
-  jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), mine, dense.params)
+  assert_same(nms.dense_params(ours.params, ours.opt_state), dense.params, atol=1e-6)
 
 
 def test_the_example_learns(tmp_path, capsys, monkeypatch):
@@ -270,7 +246,7 @@ def test_the_example_learns(tmp_path, capsys, monkeypatch):
   (file,) = (tmp_path / "test").iterdir()
   loss = [x for _, tag, x in events.scalars(file) if tag == "losses/xent"]
   assert len(loss) == 3 and loss[-1] < 0.1 < 4 < loss[0]  # log(64) = 4.2
-  assert_one_of_four(arrays(tmp_path, 200))
+  assert_one_of_four(arrays(tmp_path, 200)["params"])
 
 
 def test_the_example_of_images_is_read(tmp_path):
@@ -306,26 +282,20 @@ def test_two_processes_train_and_resume_and_one_finds_the_same(whole, tmp_path):
   """As two hosts do, by the launcher of users."""
 
   def launch(name, *flags):
-    own = ["--distributed", "--process_count=2"]
+    own = (*flags, "--distributed", "--process_count=2")
     return lambda address: [
-      [
-        *launcher(tmp_path / name),
-        *flags,
-        *own,
-        f"--coordinator_address={address}",
-        f"--process_index={i}",
-      ]
+      [*launcher(tmp_path / name), *own, f"--coordinator_address={address}", f"--process_index={i}"]
       for i in range(2)
     ]
 
   for name, *flags in (("two",), ("cut", "--cfg.stop_after_steps=5"), ("cut",)):
     hosts.run(tmp_path, launch(name, *flags), **ONE_DEVICE)
   one, two, cut = (arrays(folder, 12) for folder in (whole, tmp_path / "two", tmp_path / "cut"))
-  for key, x in two.items():
-    np.testing.assert_array_equal(cut[key], x, err_msg=key)
-    if key.startswith("params/"):
-      assert x.shape == one[key].shape and np.isfinite(x).all()
-  assert int(two["opt_state/count"]) == 12
+  assert_same(cut, two)
+  assert int(two["opt_state"]["count"]) == STEPS
+  shapes = lambda tree: jax.tree.map(np.shape, tree)
+  assert shapes(two["params"]) == shapes(one["params"])
+  assert all(np.isfinite(x).all() for x in jax.tree.leaves(two["params"]))
 
 
 # --- roles ----------------------------------------------------------------------------------------
@@ -372,24 +342,23 @@ def test_roles_name_all_kernels_of_blocks_and_layouts_are_those_of_the_program(n
   kernels = {p for p, _ in trees.flatten(params) if re.fullmatch(is_kernel, p)}
   assert {p for p, _ in trees.flatten(params) if roles.role_of(p)} == kernels
   assert len(kernels) >= 8
-  recipe = nms.recipe("sr_ste", pattern="1:4", phases=nms.Phases(total=8))
-  as_tuple = lambda axis: axis if isinstance(axis, tuple) else (axis,)
+  recipe = recipe_of("sr_ste", "1:4", STEPS)
   for path in kernels:
     try:
       site = nms.Rules({path: recipe}).assign(params).places[path]
     except ValueError:  # the family is not sure
       assert path.endswith("gating_einsum")
     else:
-      assert as_tuple(site.axis) == axes[path]
+      assert site.groups.axes == axes[path]
   # One line tells the rest.
   rules = gemma_kauldron.rules_for(model, recipe)
   sites = rules.assign(params).places
   assert sites.keys() == {p for p in kernels if not p.endswith("attn_vec_einsum/w")}
-  assert all(as_tuple(site.axis) == axes[path] for path, site in sites.items())
+  assert all(site.groups.axes == axes[path] for path, site in sites.items())
 
 
 def test_without_that_line_one_sentence_names_it():
   params = trainer_of("unused").init_state().params
-  recipe = nms.recipe("sr_ste", pattern="1:4", phases=nms.Phases(total=8))
+  rules = nms.Rules({"ff": recipe_of("sr_ste", "1:4", STEPS)})
   with pytest.raises(ValueError, match="gating_einsum.*for_model"):
-    nms.Rules({"ff": recipe}).assign(params)
+    rules.assign(params)

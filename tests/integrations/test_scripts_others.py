@@ -7,8 +7,6 @@ SCRIPTS_PATH names. Where a checkout is missing, its test skips.
 import __future__
 
 import json
-import os
-import pathlib
 import re
 import sys
 import types
@@ -18,21 +16,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from conformance import BLOCKS, SCRIPTS, assert_nm, assert_sparse, recipe_of, replaced
 
 import nm_sparsity_jax as nms
 
 pytestmark = pytest.mark.filterwarnings("ignore")
-SCRIPTS = pathlib.Path(os.environ.get("SCRIPTS_PATH", "~/.cache/nm-sparsity/scripts")).expanduser()
 STEPS = 24
-RECIPE = nms.recipe(
-  "mdgf_linear", pattern="1:4", phases=nms.Phases(total=STEPS, dense=3, finetune=6)
-)
-
-
-@pytest.fixture(autouse=True)
-def as_users_compute():
-  with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-    yield
+RECIPE = recipe_of("mdgf_linear", "1:4", STEPS)
+RULES = nms.Rules(dict.fromkeys(BLOCKS, RECIPE))
 
 
 def read(path):
@@ -47,29 +38,24 @@ def read(path):
   return re.sub(r"(?m)^%.*$", "", code)
 
 
-def run(monkeypatch, text, line, sizes=()):
+def run(monkeypatch, text, line, sizes, fakes=()):
   """Runs a script as a module of its own; returns its variables.
 
   Args:
     text: the script.
     line: {what stands there: what a user of nms writes in its place}.
     sizes: the same for what makes it small: no line of the diff.
+    fakes: modules in place of those that it imports.
   """
-  for old, new in [*line.items(), *dict(sizes).items()]:
-    assert text.count(old) == 1, f"the script has changed: {old!r}"
-    text = text.replace(old, new)
+  text = replaced(text, line | sizes)
   module = types.ModuleType("script")
-  monkeypatch.setitem(sys.modules, "script", module)  # where classes look for their module
-  module.__dict__.update(nms=nms, RECIPE=RECIPE)
+  # Classes look for their module there.
+  for name, found in (dict(fakes) | {"script": module}).items():
+    monkeypatch.setitem(sys.modules, name, found)
+  module.__dict__.update(nms=nms, RECIPE=RECIPE, RULES=RULES)
   # As Python 3.14 reads annotations: Equinox' notebook has some that older ones cannot compute.
   exec(compile(text, "script", "exec", __future__.annotations.compiler_flag), module.__dict__)
   return module
-
-
-def assert_nm(w, axis):
-  """By numpy alone: at most 1 of 4 along the axis, and no more zeros than that takes."""
-  groups = np.moveaxis(np.asarray(w), axis, -1).reshape(-1, 4)
-  assert ((groups != 0).sum(-1) <= 1).all() and (groups != 0).mean() > 0.2
 
 
 # --- Equinox: its BERT ----------------------------------------------------------------------------
@@ -105,8 +91,6 @@ def test_bert_of_equinox(monkeypatch):
     "transformers": mock.Mock(),
     "tqdm.notebook": tqdm,
   }
-  for name, fake in fakes.items():
-    monkeypatch.setitem(sys.modules, name, fake)
   monkeypatch.setattr(tqdm, "notebook", tqdm, raising=False)
   # What newer versions of jax lack, for arrays alone.
   stack = lambda x: jnp.stack([x] * jax.device_count()) if eqx.is_array(x) else x
@@ -127,6 +111,7 @@ def test_bert_of_equinox(monkeypatch):
       '"intermediate_size": 512': '"intermediate_size": 64',
       'eqx.tree_deserialise_leaves("bert_checkpoint.eqx", classifier)': "classifier",
     },
+    fakes,
   )
   layers = module.model.encoder.layers
   assert len(layers) == 2 and len(module.outputs) == Sentences.num_rows
@@ -136,7 +121,7 @@ def test_bert_of_equinox(monkeypatch):
       (devices, *shape) = linear.weight.shape
       assert shape == [linear.out_features, linear.in_features]
       assert devices == jax.device_count()
-      assert_nm(linear.weight[0], axis=1)
+      assert_nm(linear.weight[0], 1, "1:4")
       assert np.array_equal(linear.weight[0], linear.weight[-1])
   assert np.all(module.model.encoder.pooler.weight != 0)
 
@@ -151,7 +136,6 @@ def test_transformer_of_haiku(monkeypatch, tmp_path):
   for name in [name for name in sys.modules if name.split(".")[0] == "examples"]:
     monkeypatch.delitem(sys.modules, name)
   monkeypatch.syspath_prepend(str(SCRIPTS / "dm-haiku"))
-  rules = """nms.Rules({"qkv": RECIPE, "o": RECIPE, "ff": RECIPE})"""
   with mock.patch.object(flags, "FLAGS", flags.FlagValues()) as found:
     define = flags.DEFINE_string
     mine = lambda *args, **kwargs: define(*args, **kwargs, flag_values=found)
@@ -160,9 +144,9 @@ def test_transformer_of_haiku(monkeypatch, tmp_path):
       monkeypatch,
       text,
       {
-        "optimiser().init(": f"nms.sparse(optimiser(), {rules}).init(",
+        "optimiser().init(": "nms.sparse(optimiser(), RULES).init(",
         "optimiser().update(gradients, state.opt_state)":
-          f"nms.sparse(optimiser(), {rules}).update(gradients, state.opt_state, state.params)",
+          "nms.sparse(optimiser(), RULES).update(gradients, state.opt_state, state.params)",
       },
       {
         "MAX_STEPS = 10**6": f"MAX_STEPS = {STEPS}",
@@ -180,11 +164,7 @@ def test_transformer_of_haiku(monkeypatch, tmp_path):
     module.main(None)
   params, metrics = states[-1][0].params, states[-1][1]
   assert len(states) == STEPS and np.isfinite(metrics["loss"])
-  names = [name for name in params if "multi_head" in name or "transformer/linear" in name]
-  assert len(names) == 2 * (4 + 2)
-  for name in names:
-    assert_nm(params[name]["w"], axis=0)
-    assert params[name]["w"].shape[1:] == params[name]["b"].shape  # (in, out)
+  assert_sparse(params, RULES, "1:4", places=2 * (4 + 2))
   assert np.all(params["language_model/linear"]["w"] != 0)
 
 
@@ -206,8 +186,6 @@ def test_nanolm_of_optax(monkeypatch):
     "matplotlib": mock.MagicMock(),
     "tensorflow_datasets": mock.Mock(load=lambda name: Shakespeare()),
   }
-  for name, fake in fakes.items():
-    monkeypatch.setitem(sys.modules, name, fake)
   places = """{"qkv": RECIPE, "o": RECIPE, r"params/Dense_[0-3]/kernel": RECIPE}"""
   forward = "lambda p, x: model.apply(p, x, training=False)"
   rules = f"nms.Rules({places}).for_model({forward}, var_params, train_data[None, :8])"
@@ -227,6 +205,7 @@ def test_nanolm_of_optax(monkeypatch):
       "HEAD_SIZE = 32": "HEAD_SIZE = 8",
       "var_params, 1000)": "var_params, 8)",
     },
+    fakes,
   )  # fmt: skip
   params = module.var_params["params"]
   assert len(module.all_train_losses) == STEPS
@@ -234,9 +213,8 @@ def test_nanolm_of_optax(monkeypatch):
     layer = params[f"MultiHeadDotProductAttention_{i}"]
     for name in ("query", "key", "value"):  # (embed, heads, head_dim)
       assert layer[name]["bias"].shape == layer[name]["kernel"].shape[1:]
-      assert_nm(layer[name]["kernel"], axis=0)
-    out = layer["out"]["kernel"]  # (heads, head_dim, embed)
-    assert_nm(out.reshape(-1, out.shape[-1]), axis=0)
+      assert_nm(layer[name]["kernel"], 0, "1:4")
+    assert_nm(layer["out"]["kernel"], (0, 1), "1:4")  # (heads, head_dim, embed)
   for i in range(4):
-    assert_nm(params[f"Dense_{i}"]["kernel"], axis=0)
+    assert_nm(params[f"Dense_{i}"]["kernel"], 0, "1:4")
   assert np.all(params["Dense_4"]["kernel"] != 0)

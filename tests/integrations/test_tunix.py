@@ -1,12 +1,7 @@
 """Tunix' trainer, unmodified: one line makes its models N:M sparse, in every way that it trains."""
 
-import functools
 import importlib
-import os
-import pathlib
 import re
-import signal
-import subprocess
 import sys
 import warnings
 
@@ -15,6 +10,21 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from conformance import (
+  BLOCKS,
+  RECIPES,
+  assert_same,
+  assert_sparse,
+  assert_sums_over,
+  input_of,
+  kill_and_resume,
+  layer_at,
+  losses_by_hand,
+  nnx_call,
+  recipe_of,
+  rules_of,
+  run_example,
+)
 
 import nm_sparsity_jax as nms
 from nm_sparsity_jax.core.trees import flatten
@@ -30,9 +40,8 @@ with warnings.catch_warnings():
   from tunix.models.qwen3 import model as qwen3
   from tunix.sft import hooks, peft_trainer, utils
 
-ROOT = pathlib.Path(__file__).resolve().parents[2]
 STEPS, SYMBOLS = 12, 16
-PHASES = nms.Phases(total=STEPS, dense=2, finetune=4)
+RULES = rules_of("1:4", STEPS)
 SIZES = dict(num_layers=2, embed_dim=16, hidden_dim=32, num_heads=4, head_dim=4, num_kv_heads=2)
 QWEN = dict(vocab_size=SYMBOLS, rope_theta=10_000, norm_eps=1e-6)
 GEMMA = dict(num_embed=SYMBOLS)
@@ -54,19 +63,6 @@ FAMILIES = {
     sliding_window_size=4, global_key_size=4, enable_moe=True, num_experts=4,
     num_experts_per_tok=2, expert_dim=8, moe_dense_hidden_dim=32)),
 }  # fmt: skip
-
-
-@pytest.fixture(autouse=True)
-def as_tunix_runs():
-  with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-    yield
-
-
-def rules_of(name, pattern="1:4", **fields):
-  if name != "hold":
-    fields = {"phases": PHASES} | fields
-  recipe = nms.recipe(name, pattern=pattern, **fields)
-  return nms.Rules({"ff": recipe, "qkv": recipe, "o": recipe})
 
 
 def qwen(dtype=jnp.float32):
@@ -105,26 +101,12 @@ def trainer_of(optimizer, model=None, folder=None, steps=STEPS, hook=None, **fie
   return trainer.with_gen_model_input_fn(inputs_of)
 
 
+def sparse(name):
+  return nms.sparse(optax.adamw(1e-2), RULES[name])
+
+
 def params_of(trainer):
   return nnx.as_pure(nnx.state(trainer.model, nnx.Param))
-
-
-# --- by numpy alone -----------------------------------------------------------------------------
-
-
-def most_in_a_group(w, axes, m):
-  """The most non-zeros in m consecutive weights along the axes that a product sums over."""
-  w = np.moveaxis(np.asarray(w, np.float32), axes, range(len(axes)))
-  size = int(np.prod(w.shape[: len(axes)]))
-  return int(np.count_nonzero(w.reshape(size // m, m, -1), axis=1).max())
-
-
-def are_n_of_m(params, n=1, m=4):
-  axes = {"o_proj": (0, 1), "q_proj": (0,), "k_proj": (0,), "v_proj": (0,)}
-  arrays = dict(flatten(params))
-  kernels = {p: axes.get(p.split("/")[-2], (0,)) for p in arrays if "proj" in p and "lora" not in p}
-  assert len(kernels) == 2 * 7
-  return {most_in_a_group(arrays[path], axis, m) for path, axis in kernels.items()} == {n}
 
 
 # --- roles and axes -------------------------------------------------------------------------------
@@ -142,7 +124,7 @@ def family(name):
 def test_roles_find_the_kernels_of_a_family_and_the_axis_that_its_products_sum_over(name):
   model = family(name)
   graph, params, rest = nnx.split(model, nnx.Param, ...)
-  rules = rules_of("sr_ste")
+  rules = RULES["sr_ste"]
   sites = rules.assign(params).places
   kernels = re.compile(r"layers/./(mlp|attn|moe)/(?!router)\w*(proj|einsum|linear)(/w|/kernel)?")
   assert sorted(sites) == sorted(p for p, _ in flatten(params) if kernels.fullmatch(p))
@@ -153,117 +135,78 @@ def test_roles_find_the_kernels_of_a_family_and_the_axis_that_its_products_sum_o
   x = [inputs[name] for name in ("input_tokens", "positions", "attention_mask")]
   assert rules.for_model(forward, params, *x).axes == {}
 
-  # What it computes: a kernel that is one group feeds one output by the inputs of that group.
   for path, site in sites.items():
-    *folder, last = path.split("/")
-    module = functools.reduce(lambda at, word: at[int(word)] if word.isdigit() else
-                              getattr(at, word), folder, model)  # fmt: skip
+    folder, _, last = path.rpartition("/")
     if last not in ("w", "kernel"):  # experts: the trace alone
       continue
-    axes = site.axis if isinstance(site.axis, tuple) else (site.axis,)
-    summed = [site.shape[axis] for axis in axes]
-    one_group = np.zeros((np.prod(summed) // 4, 4, np.prod(site.shape) // np.prod(summed)), "f")
-    one_group[1, :, 2] = 1
-    others = [n for axis, n in enumerate(site.shape) if axis not in axes]
-    one_group = np.moveaxis(one_group.reshape(*summed, *others), range(len(axes)), axes)
-    getattr(module, last)[...] = one_group
-    moved = jax.jacobian(module)(jnp.ones((1, 1, *summed))).reshape(-1, np.prod(summed))
-    assert [*np.flatnonzero(np.any(moved, axis=0))] == [4, 5, 6, 7]
-    assert np.count_nonzero(np.any(moved, axis=1)) == 1
+    kernel = np.random.default_rng(1).normal(size=site.shape)  # Tunix makes some of zeros
+    call = nnx_call(layer_at(model, folder), last)
+    assert_sums_over(site, kernel, input_of(site, 1, 1), call)
 
 
 # --- training ---------------------------------------------------------------------------------
 
 
-def by_hand(rules, steps, accumulate=1):
-  """The losses of a loop in two seams: masks in the loss, SR-STE's term before the optimizer."""
-  graph, params, rest = nnx.split(qwen(), nnx.Param, ...)
-  params = nnx.as_pure(params)
-  tx = optax.chain(nms.sr_ste(rules), optax.adamw(1e-2))
-  tx = optax.MultiSteps(tx, accumulate)
-  opt, state = tx.init(params), nms.init_state(params, rules)
-
-  def loss(params, state, count, inputs):
-    effective = nms.sparsify(params, rules, count, state)
-    return peft_trainer._default_loss_fn(nnx.merge(graph, effective, rest), **inputs)
-
-  @jax.jit
-  def step(params, opt, state, inputs):
-    count = nms.step_count(opt)
-    told, grads = jax.value_and_grad(loss)(params, state, count, inputs)
-    updates, opt = tx.update(grads, opt, params, nm_state=state)
-    params = optax.apply_updates(params, updates)
-    state = nms.update_state(state, params, rules, nms.step_count(opt), grads)
-    return params, opt, state, told
-
-  losses = []
-  for batch in batches(steps * accumulate):
-    params, opt, state, told = step(params, opt, state, inputs_of(batch))
-    losses.append(float(told))
-  return np.mean(np.reshape(losses, (-1, accumulate)), axis=1)
+def loss_of(model, batch):
+  return peft_trainer._default_loss_fn(model, **inputs_of(batch))
 
 
-@pytest.mark.parametrize(("name", "accumulate"), [
-  ("sr_ste", None), ("mdgf_exponential", 2), ("sdgf_stepwise", None), ("idp", 2),
-])  # fmt: skip
+@pytest.mark.parametrize(("name", "accumulate"), [*zip(RECIPES, (1, 2, 1, 2), strict=True)])
 def test_one_line_trains_n_of_m_as_a_loop_by_hand(name, accumulate):
-  rules = rules_of(name)
-  trainer = trainer_of(nms.sparse(optax.adamw(1e-2), rules), gradient_accumulation_steps=accumulate)
-  held_out = batches(1, seed=1)
-  trainer.train(batches(STEPS * (accumulate or 1)), held_out)
-  assert are_n_of_m(params_of(trainer))
+  rules = RULES[name]
+  trainer = trainer_of(sparse(name), gradient_accumulation_steps=accumulate)
+  seen, held_out = batches(STEPS * accumulate), batches(1, seed=1)
+  trainer.train(seen, held_out)
+  assert_sparse(params_of(trainer), rules, "1:4", places=14)
   assert int(nms.step_count(trainer.optimizer.opt_state)) == trainer.train_steps == STEPS
   history = lambda mode: trainer.metrics_logger.get_metric_history("", "loss", mode)
+  graph, params, rest = nnx.split(qwen(), nnx.Param, ...)
+  loss = lambda params, batch: loss_of(nnx.merge(graph, params, rest), batch)
+  expected = losses_by_hand(loss, nnx.as_pure(params), rules, optax.adamw(1e-2), seen, accumulate)
   # Some recipes choose another mask where a sum is rounded otherwise, and do so late.
-  expected = by_hand(rules, STEPS, accumulate or 1)
   np.testing.assert_allclose(history("train"), expected, atol=1e-5, rtol=0)
-  now = peft_trainer._default_loss_fn(trainer.model, **inputs_of(held_out[0]))
   assert len(history("eval")) == 1 + STEPS // 4  # and once before the first step
-  np.testing.assert_allclose(history("eval")[-1], float(now), rtol=1e-5)
+  now = float(loss_of(trainer.model, held_out[0]))
+  np.testing.assert_allclose(history("eval")[-1], now, rtol=1e-5)
 
 
 def test_bfloat16_parameters_have_float32_weights_behind_them_and_exact_zeros(tmp_path):
-  rules = rules_of("mdgf_exponential")
-  make = lambda steps: trainer_of(
-    nms.sparse(optax.adamw(1e-2), rules), qwen(jnp.bfloat16), tmp_path, steps)  # fmt: skip
+  optimizer = sparse("mdgf_exponential")
+  make = lambda steps: trainer_of(optimizer, qwen(jnp.bfloat16), tmp_path, steps)
   make(6).train(batches(6))
   trainer = make(STEPS)
   assert trainer.train_steps == 6
   trainer.train(batches(STEPS))
   params = params_of(trainer)
   dense = nms.dense_params(params, nnx.as_pure(trainer.optimizer.opt_state))
-  assert are_n_of_m(params)
-  kernels = [(params, "bfloat16"), (dense, "float32")]
-  for tree, dtype in kernels:
+  assert_sparse(params, RULES["mdgf_exponential"], "1:4", places=14)
+  for tree, dtype in ((params, "bfloat16"), (dense, "float32")):
     assert tree["layers"][0]["mlp"]["up_proj"]["kernel"].dtype == dtype
-  whole = trainer_of(nms.sparse(optax.adamw(1e-2), rules), qwen(jnp.bfloat16))
+  whole = trainer_of(optimizer, qwen(jnp.bfloat16))
   whole.train(batches(STEPS))
-  jax.tree.map(np.testing.assert_array_equal, params, params_of(whole))
+  assert_same(params, params_of(whole))
 
   # Other rules than those of the checkpoint: Tunix compiles its step, where nothing can raise.
-  other = nms.sparse(optax.adamw(1e-2), rules_of("sr_ste"))
-  trainer = trainer_of(other, qwen(jnp.bfloat16), tmp_path, STEPS + 1)
+  trainer = trainer_of(sparse("sr_ste"), qwen(jnp.bfloat16), tmp_path, STEPS + 1)
   trainer.train(batches(STEPS + 1))
   assert np.any(np.isnan(params_of(trainer)["layers"][0]["mlp"]["up_proj"]["kernel"]))
 
 
 def test_a_mesh_shards_the_dense_weights_as_their_parameters(tmp_path):
-  rules = rules_of("idp")
-
   def run(folder, steps):
     mesh = jax.sharding.Mesh(np.reshape(jax.devices()[:4], (2, 2)), ("fsdp", "tp"))
     with mesh:
       model = qwen()
       state = nnx.state(model)
       nnx.update(model, jax.device_put(state, nnx.get_named_sharding(state, mesh)))
-      trainer = trainer_of(nms.sparse(optax.adamw(1e-2), rules), model, folder, steps)
+      trainer = trainer_of(sparse("idp"), model, folder, steps)
       trainer.train(batches(steps))
     return trainer
 
   run(tmp_path / "resumed", 6)
   ends = [run(tmp_path / folder, STEPS) for folder in ("resumed", "whole")]
-  assert are_n_of_m(params_of(ends[0]))
-  jax.tree.map(np.testing.assert_array_equal, *map(params_of, ends))
+  assert_sparse(params_of(ends[0]), RULES["idp"], "1:4", places=14)
+  assert_same(*map(params_of, ends))
   for trainer in ends:
     params, opt = params_of(trainer), nnx.as_pure(trainer.optimizer.opt_state)
     (state,) = nms.optim.states(opt, nms.optim.SparseState)
@@ -275,7 +218,8 @@ def test_a_mesh_shards_the_dense_weights_as_their_parameters(tmp_path):
 
 
 def test_a_given_mask_is_held_and_lora_that_tunix_trains_alone_is_refused():
-  given = nms.finalize(nnx.as_pure(nnx.state(qwen(), nnx.Param)), rules_of("sr_ste"), STEPS)
+  params = nnx.as_pure(nnx.state(qwen(), nnx.Param))
+  given = nms.finalize(params, RULES["sr_ste"], STEPS)
   zeros = lambda params: {p: np.asarray(x) == 0 for p, x in flatten(params) if "lora" not in p}
 
   def pruned():
@@ -283,18 +227,19 @@ def test_a_given_mask_is_held_and_lora_that_tunix_trains_alone_is_refused():
     nnx.update(model, given)
     return model
 
-  held = nms.sparse(optax.adamw(1e-2), rules_of("hold"))
+  hold = nms.Rules(dict.fromkeys(BLOCKS, nms.recipe("hold", pattern="1:4")))
+  held = nms.sparse(optax.adamw(1e-2), hold)
   trainer = trainer_of(held, pruned())
   trainer.train(batches(STEPS))
-  jax.tree.map(np.testing.assert_array_equal, zeros(params_of(trainer)), zeros(given))
-  assert are_n_of_m(params_of(trainer))
+  assert_same(zeros(params_of(trainer)), zeros(given))
+  assert_sparse(params_of(trainer), hold, "1:4", places=14)
 
   # Beside LoRA, Tunix leaves the base as it is: a usual optimizer keeps its zeros.
   provider = qwix.LoraProvider(module_path=".*_proj", rank=2, alpha=2.0)
   adapted = lambda: qwix.apply_lora_to_model(pruned(), provider, **pruned().get_model_input())
   trainer = trainer_of(optax.adamw(1e-2), adapted())
   trainer.train(batches(STEPS))
-  jax.tree.map(np.testing.assert_array_equal, zeros(params_of(trainer)), zeros(given))
+  assert_same(zeros(params_of(trainer)), zeros(given))
   lora = [np.asarray(x) for p, x in flatten(params_of(trainer)) if p.endswith("lora_b")]
   assert len(lora) == 14 and all(map(np.any, lora))
   with pytest.raises(ValueError, match="LoRA") as error:
@@ -303,18 +248,15 @@ def test_a_given_mask_is_held_and_lora_that_tunix_trains_alone_is_refused():
 
 
 def test_an_accumulation_inside_is_refused_and_a_wrong_place_names_what_there_is():
-  inside = nms.sparse(optax.MultiSteps(optax.sgd(0.1), 2), rules_of("sr_ste"))
+  inside = nms.sparse(optax.MultiSteps(optax.sgd(0.1), 2), RULES["sr_ste"])
   with pytest.raises(ValueError, match="MultiSteps"):
     trainer_of(inside)
-  recipe = nms.recipe("sr_ste", pattern="1:4", phases=PHASES)
+  elsewhere = nms.Rules({".*/attention/.*": recipe_of("sr_ste", "1:4", STEPS)})
   with pytest.raises(ValueError, match="embedder/input_embedding"):
-    trainer_of(nms.sparse(optax.sgd(0.1), nms.Rules({".*/attention/.*": recipe})))
+    trainer_of(nms.sparse(optax.sgd(0.1), elsewhere))
 
 
 def test_the_example_learns_and_its_hook_logs_the_schedule(capsys, monkeypatch, tmp_path):
-  code = (ROOT / "examples/tunix_sft.py").read_text("utf-8")
-  short = code.replace("STEPS, SYMBOLS, LENGTH = 200,", "STEPS, SYMBOLS, LENGTH = 80,")
-  short = short.replace("dense=40, finetune=80", "dense=10, finetune=30")
   logged, log = [], peft_trainer.MetricsLogger.log
 
   def noted(self, prefix, name, value, mode, step):
@@ -323,7 +265,10 @@ def test_the_example_learns_and_its_hook_logs_the_schedule(capsys, monkeypatch, 
 
   monkeypatch.setattr(peft_trainer.MetricsLogger, "log", noted)
   monkeypatch.setattr(sys, "argv", ["tunix_sft.py", str(tmp_path)])
-  exec(compile(short, "tunix_sft", "exec"), {"__name__": "__main__"})
+  run_example("tunix_sft.py", {
+    "STEPS, SYMBOLS, LENGTH = 200,": "STEPS, SYMBOLS, LENGTH = 80,",
+    "dense=40, finetune=80": "dense=10, finetune=30",
+  })  # fmt: skip
   said = capsys.readouterr().out
   assert said.rstrip().endswith("\nok") and "update 80" in said
   logged = {(name, step): value for name, step, value in logged}
@@ -348,37 +293,20 @@ class Told(hooks.TrainingHooks):
 
 def main(folder):
   with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-    optimizer = nms.sparse(optax.adamw(1e-2), rules_of("idp"))
-    trainer = trainer_of(optimizer, folder=folder, hook=Told(), gradient_accumulation_steps=2)
+    trainer = trainer_of(sparse("idp"), None, folder, hook=Told(), gradient_accumulation_steps=2)
     trainer.train(batches(2 * STEPS), batches(1, seed=1))
 
 
 def test_killed_and_resumed_ends_with_the_bits_of_a_run_that_was_not(tmp_path):
-  def run(folder, kill_at=None):
-    command = [sys.executable, __file__, str(tmp_path / folder)]
-    env = os.environ | {"PYTHONPATH": str(ROOT)}
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=env) as process:
-      told = []
-      for line in process.stdout:
-        if line.startswith("step"):
-          told.append(int(line.split()[1]))
-          if told[-1] == kill_at:
-            process.kill()
-    return process.returncode, told
-
-  assert run("whole") == (0, [*range(1, STEPS + 1)])
-  assert run("killed", 7)[0] == -signal.SIGKILL
-  code, told = run("killed")
-  assert code == 0 and 1 < told[0] and told[-1] == STEPS
+  assert kill_and_resume(__file__, tmp_path, STEPS, kill_at=7) > 1
   ends = [checkpoint(tmp_path / folder) for folder in ("whole", "killed")]
-  jax.tree.map(np.testing.assert_array_equal, *ends)
-  assert are_n_of_m(ends[0]["model_params"])
+  assert_same(*ends)
+  assert_sparse(ends[0]["model_params"], RULES["idp"], "1:4", places=14)
   # Orbax wrote our state: W, the count, the masks, and the text of the rules.
   state = ends[0]["optimizer_state"]["opt_state"]["inner_opt_state"]
-  assert rules_text.unpack(np.asarray(state["rules"])) == rules_of("idp").text
+  assert rules_text.unpack(np.asarray(state["rules"])) == RULES["idp"].text
   assert int(state["count"]) == STEPS and len(jax.tree.leaves(state["masks"]["mask"])) == 14
-  dense = dict(flatten(state["dense"]))
-  assert most_in_a_group(dense["layers/0/mlp/up_proj/kernel"], (0,), 4) == 4
+  assert np.all(state["dense"]["layers"]["0"]["mlp"]["up_proj"]["kernel"])
 
 
 def checkpoint(folder):
