@@ -41,7 +41,7 @@ def text_format(data: tf.data.Dataset, config: str) -> tf.data.Dataset:
   task = glue.TASKS[config]
 
   def one(row: Mapping[str, tf.Tensor]) -> dict[str, tf.Tensor]:
-    words = [task.prefix or task.name]
+    words = [task.prefix]
     for field in task.fields:
       words += [f"{field}:", row[field]]
     if task.regression:

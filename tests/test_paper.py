@@ -92,7 +92,7 @@ GIVEN = {
   "table5": ((512, 0.0625, 1000), {"emb_dim": 1024, "mlp_dim": 4096, "num_encoder_layers": 6}),
   "table2": ((4096, 0.001, 4_680), {"layers": 12, "embed": 768, "classes": 1000}),
   "table3": ((2048, 0.001, 12_500), {"window": 8, "depths": (2, 2, 18, 2), "image_size": 256}),
-  "table6": ((128, 7.07e-5, 1_950), {"depths": (3, 4, 6, 3), "classes": 10, "stem": 7}),
+  "table6": ((128, 7.07e-5, 1_950), {"depths": (3, 4, 6, 3), "classes": 10}),
   "figure3": ((128, 7.07e-5, 5_850), {"layers": 3, "heads": 3, "embed": 192, "classes": 10}),
 }
 GIVEN |= {table: GIVEN["table12"] for table in GLUE}

@@ -117,5 +117,6 @@ def _parser() -> argparse.ArgumentParser:
     allow_abbrev=False,
   )
   parser.add_argument("--version", action="version", version=f"nm-sparsity {__version__}")
-  parser.add_argument("command", nargs="?", help=argparse.SUPPRESS)
+  words = dict.fromkeys(name.split()[0] for name in COMMANDS)
+  parser.add_argument("command", choices=words, nargs="?", help=argparse.SUPPRESS)
   return parser

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import argparse
 
-from nm_sparsity_jax.analysis.scores import submission
 from nm_sparsity_jax.runs import glue
 
 
@@ -35,6 +34,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
   """Reads, makes, checks and writes."""
+  from nm_sparsity_jax.analysis.scores import submission  # which imports jax
+
   fill = submission.TASKS if "all" in args.fill else args.fill
   tables, filled, problems = submission.make(args.paths, fill)
   for name, count in filled.items():

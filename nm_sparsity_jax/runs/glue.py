@@ -26,7 +26,7 @@ class Task:
     splits: rows by split.
     metrics: keys of T5's metrics, each on a scale of 0 to 100, in the order of Table 12.
     rate: rate in `nm_glue_proportional`; 0 for a member that is only evaluated; None: no member.
-    prefix: the first word of the input; empty: the name.
+    prefix: the first word of the input.
     file: the file of a submission; empty: it has none of its own.
     words: whether that file names labels by word; else by index (or number).
   """
@@ -116,7 +116,9 @@ _TASKS = (
   ),
 )  # fmt: skip
 
-TASKS: Mapping[str, Task] = {task.name: task for task in _TASKS}
+TASKS: Mapping[str, Task] = {
+  task.name: dataclasses.replace(task, prefix=task.prefix or task.name) for task in _TASKS
+}
 # WNLI is not in the mixture, and the diagnostic set AX has no labels.
 COLUMNS = tuple(
   sorted((t for t in _TASKS if t.file and t.metrics and t.rate is not None), key=lambda t: t.title)

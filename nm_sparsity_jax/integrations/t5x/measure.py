@@ -59,7 +59,7 @@ def programs(run: Any) -> tuple[Any, Any]:
   Args:
     run: `SparseTrainer`; gradients are taken by its model, its keys and its microbatches.
   """
-  model, axes = run._model, run._train_state_axes
+  model, axes = run._model.counted(), run._train_state_axes
   partition, batch_spec = run._partitioner.partition, run._partitioner.data_partition_spec
   rules = model.stored_rules
   by_path = traverse_util.flatten_dict(unfreeze(axes.params), sep="/")

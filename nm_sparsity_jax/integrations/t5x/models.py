@@ -67,6 +67,12 @@ class SparseModel(models.BaseTransformerModel):
   stored_rules: Rules
   made: Mapping[str, Any]
 
+  def counted(self) -> SparseModel:
+    """Returns the same model, for a train step that counts sparse steps."""
+    other = copy.copy(self)
+    other.is_counted = True
+    return other
+
   def with_rules(self, rules: Rules) -> SparseModel:
     """Returns the same model with other rules."""
     other = copy.copy(self)

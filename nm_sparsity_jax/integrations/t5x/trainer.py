@@ -8,7 +8,6 @@ batch -> gradients -> [+ SR-STE's term, once] -> T5X's update -> [step + 1, stor
 
 from __future__ import annotations
 
-import copy
 import functools
 import warnings
 
@@ -166,8 +165,7 @@ def sparse_train_step(
     weight_metrics_computer: T5X's, or None.
     **accumulate: as of T5X's `accumulate_grads_microbatched`.
   """
-  model = copy.copy(model)
-  model.is_counted = True
+  model = model.counted()
   rules, params = model.stored_rules, train_state.params
   step, state = model.read(train_state.flax_mutables)
   # Of all microbatches, at the effective weights of this step.
