@@ -3,9 +3,12 @@
 What they say is never executed. A gin file is a program, and not among them.
 """
 
+import os
 import pathlib
 import pickle
 import random
+import subprocess
+import sys
 import zlib
 
 import numpy as np
@@ -13,6 +16,7 @@ import pytest
 import test_finalize
 
 from nm_sparsity_jax import cli
+from nm_sparsity_jax.core.files import whole
 from nm_sparsity_jax.deploy import packed_file
 from nm_sparsity_jax.runs import checkpoint
 from nm_sparsity_jax.training import rules_text
@@ -110,3 +114,40 @@ def test_a_name_says_nothing_to_a_terminal(capsys, tmp_path):
   checkpoint.write(str(tmp_path / "checkpoint_1"), tree)
   assert cli.main(["verify", str(tmp_path), "--rules", "{'ff': '1:4'}"]) == 0
   assert all(line.isprintable() for line in capsys.readouterr().out.split("\n"))
+
+
+# --- two hands in one folder ----------------------------------------------------------------------
+
+
+def test_of_two_writers_the_second_replaces_nothing_that_was_to_be_kept(tmp_path):
+  path = tmp_path / "a"
+  with pytest.raises(ValueError, match="already"), whole(path) as unfinished:
+    unfinished.write_text("mine")
+    path.write_text("theirs")
+  assert path.read_text() == "theirs" and [*tmp_path.iterdir()] == [path]
+  with whole(path, replace=True) as unfinished:
+    unfinished.write_text("mine")
+  assert path.read_text() == "mine"
+
+
+def test_what_a_killed_process_left_goes_and_what_a_living_one_writes_stays(tmp_path):
+  child = subprocess.Popen([sys.executable, "-c", ""])
+  child.wait()
+  left, kept = (tmp_path / f".a.{pid}" for pid in (child.pid, os.getppid()))
+  left.mkdir()
+  kept.write_text("theirs")
+  with whole(tmp_path / "a") as unfinished:
+    unfinished.write_text("mine")
+  assert sorted(path.name for path in tmp_path.iterdir()) == sorted([kept.name, "a"])
+
+
+@pytest.mark.parametrize(
+  "make", [os.mkfifo, lambda path: path.symlink_to("/dev/zero")], ids=["FIFO", "zeros"]
+)
+@pytest.mark.parametrize("name", ["train/events.out.tfevents.1", "train/metrics.jsonl"])
+def test_what_is_no_file_is_not_read(name, make, tmp_path, capsys):
+  argv = [*map(str, a_run(tmp_path))]
+  (tmp_path / name).unlink(missing_ok=True)
+  make(tmp_path / name)
+  code = cli.main(argv)
+  assert "neither a file" in capsys.readouterr().err if code else "metrics" in name

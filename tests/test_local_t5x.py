@@ -2,6 +2,7 @@
 
 import functools
 import json
+import pathlib
 
 import jax
 import jax.numpy as jnp
@@ -66,6 +67,7 @@ def evaluated_by_t5x(model, path, folder):
 
 def test_t5x_evaluates_a_local_checkpoint_as_a_dense_one(ran, tmp_path):
   """Half of the way, its weights are those of the pattern then: T5X's dense model takes them."""
+  assert pathlib.Path(ran, "dataset").is_dir()  # T5X asks for it where its own run starts from this
   beams = 3  # of one beam, test_t5_t5x.py and test_huggingface.py have the greedy texts
   evaluation = functools.partial(EVALUATION, num_decodes=beams)
   train.evaluate(model_of(**IDP), evaluation, ran, str(tmp_path / "a"))

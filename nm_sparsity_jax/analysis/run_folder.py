@@ -193,8 +193,9 @@ def _series(folder: pathlib.Path, lines: pathlib.Path) -> Series:
   """Reads event files, and lines of JSON, which count where both have a step."""
   found: Series = {}
   for file in sorted(folder.glob("*tfevents*")):  # their names begin with the time
-    for step, tag, value in events.scalars(file):
-      found.setdefault(step, {})[tag.removeprefix("eval/")] = value
+    with files.named(file):
+      for step, tag, value in events.scalars(file):
+        found.setdefault(step, {})[tag.removeprefix("eval/")] = value
   if lines.is_file():
     found |= _json_lines(lines)
   return dict(sorted(found.items()))

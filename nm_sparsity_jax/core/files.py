@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import glob
 import os
 import pathlib
 import shutil
@@ -66,9 +67,31 @@ def whole(path: str | os.PathLike, replace: bool = False) -> Iterator[pathlib.Pa
   unfinished = made.with_name(f".{made.name}.{os.getpid()}")
   try:
     made.parent.mkdir(parents=True, exist_ok=True)
+    _remove_left(made)
     yield unfinished
-    os.replace(unfinished, made)
+    if not replace and unfinished.is_file():
+      try:  # another process may have made it meanwhile, and `replace` would take its place
+        os.link(unfinished, made)
+      except FileExistsError:
+        refuse_existing(made)
+    else:
+      os.replace(unfinished, made)
   finally:
-    shutil.rmtree(unfinished, ignore_errors=True)  # a folder
-    with contextlib.suppress(OSError):
-      unfinished.unlink()
+    _remove(unfinished)
+
+
+def _remove_left(made: pathlib.Path) -> None:
+  """Removes what processes that were killed left of a file or folder."""
+  for left in made.parent.glob(f".{glob.escape(made.name)}.[0-9]*"):
+    try:
+      os.kill(int(left.suffix[1:]), 0)  # whether that process is alive
+    except (ProcessLookupError, ValueError):
+      _remove(left)
+    except OSError:  # it is somebody else's
+      pass
+
+
+def _remove(path: pathlib.Path) -> None:
+  shutil.rmtree(path, ignore_errors=True)  # a folder
+  with contextlib.suppress(OSError):
+    path.unlink()

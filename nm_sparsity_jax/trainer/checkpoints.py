@@ -98,7 +98,12 @@ class Checkpoints:
       step_prefix=folders.PREFIX, cleanup_tmp_directories=True, create=False
     )
     self._manager = ocp.CheckpointManager(
-      self.folder, options=options, item_handlers={"state": ocp.PyTreeCheckpointHandler()}
+      self.folder,
+      options=options,
+      item_handlers={
+        "state": ocp.PyTreeCheckpointHandler(),
+        "dataset": ocp.JsonCheckpointHandler(),
+      },
     )
 
   def __enter__(self) -> Checkpoints:
@@ -122,7 +127,9 @@ class Checkpoints:
     with self._explained():
       # A copy on the host: on a CPU the background would else read what the next step writes to.
       tree = jax.tree.map(lambda x: np.array(x), tree)
-      args = self._ocp.args.Composite(state=self._ocp.args.PyTreeSave(tree))
+      args = self._ocp.args
+      # T5X asks for a folder `dataset` where a run of its own starts from this.
+      args = args.Composite(state=args.PyTreeSave(tree), dataset=args.JsonSave({}))
       self._manager.save(step, args=args, force=True)
 
   def wait(self) -> None:

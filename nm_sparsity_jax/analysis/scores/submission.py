@@ -87,7 +87,7 @@ def read(file: pathlib.Path) -> Iterator[tuple[int, str]]:
   Raises:
     ValueError: a line is another, or of an example with a label.
   """
-  with file.open(encoding="utf-8") as lines:
+  with files.named(file), file.open(encoding="utf-8") as lines:
     for number, line in enumerate(lines, 1):
       with files.named(f"{file}, line {number}"):
         entry = json.loads(line)
