@@ -90,7 +90,7 @@ def test_an_error_is_one_line(error, said, monkeypatch, capsys):
   "argv, lost",
   [
     (["plan", "--gin_file=x"], "gin"),
-    (["train", "--gin_file=x"], "clu"),
+    (["train", "--gin_file=x"], "tensorboard"),
   ],
 )
 def test_what_is_not_installed_is_said_at_the_door(argv, lost, monkeypatch, capsys):

@@ -16,7 +16,7 @@ import pytest
 from nm_sparsity_jax import cli
 from nm_sparsity_jax.runs import checkpoint
 
-pytest.importorskip("clu", reason="the local runner needs clu: pip install -e '.[local]'")
+pytest.importorskip("tensorboard", reason="pip install -e '.[local]'")
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 STEPS = 24

@@ -26,7 +26,7 @@ from nm_sparsity_jax.trainer.images import rebus
 from nm_sparsity_jax.trainer.workloads import vision
 from nm_sparsity_jax.training import configure, flops
 
-pytest.importorskip("clu", reason="the local runner needs clu: pip install -e '.[local]'")
+pytest.importorskip("tensorboard", reason="pip install -e '.[local]'")
 pytestmark = pytest.mark.filterwarnings("ignore")  # what it imports warns on its own account
 
 with warnings.catch_warnings():

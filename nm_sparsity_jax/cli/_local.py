@@ -12,7 +12,7 @@ from nm_sparsity_jax.integrations import gin_files
 
 def read(args: argparse.Namespace, program: str) -> gin_files.Config:
   """Returns the configuration of a program of the local runner."""
-  _flags.require("clu")
+  _flags.require("tensorboard")
   paths = _flags.search_paths(args)
   config = gin_files.read(args.gin_file, args.gin_bindings, paths, program)
   if isinstance(module := config.get("MIXTURE_OR_TASK_MODULE"), str):

@@ -37,7 +37,7 @@ def run(args: argparse.Namespace) -> int:
   from nm_sparsity_jax.analysis import sweep
   from nm_sparsity_jax.integrations import gin_files
 
-  _flags.require("gin", "clu", "jinja2", "matplotlib")
+  _flags.require("gin", "tensorboard", "jinja2", "matplotlib")
   _flags.import_modules(args)
   with gin_files.quiet():
     grid = sweep.read(args.file, args.imports, data=not args.table)

@@ -3,8 +3,6 @@
 A room is 'train', 'training_eval/<task>' or 'inference_eval/<task>'.
 """
 
-# pyright: reportMissingImports=false
-
 from __future__ import annotations
 
 import contextlib
@@ -14,8 +12,7 @@ import pathlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from nm_sparsity_jax.core.errors import quiet
-from nm_sparsity_jax.runs import files
+from nm_sparsity_jax.runs import events, files
 
 # (room, global step, name -> value); a gin file binds it: `train.Run.tracker = @my_module.Mine()`.
 Tracker = Callable[[str, int, Mapping[str, float]], Any]
@@ -39,9 +36,9 @@ class Curves:
     if not room.startswith("inference_eval/"):
       if room not in self._rooms:
         self._rooms[room] = _opened(self.folder / room, step)
-      lines, events = self._rooms[room]
+      lines, records = self._rooms[room]
       lines.write(json.dumps({"step": step, **values}) + "\n")
-      events.write_scalars(step, values)
+      records.write(step, values)
     if self._tracker is not None:
       self._tracker(room, step, values)
 
@@ -59,8 +56,6 @@ class Curves:
 
 def _opened(folder: pathlib.Path, step: int) -> tuple[Any, Any]:
   """Opens metrics.jsonl, without lines that come again, and a writer of events."""
-  with quiet():  # TensorFlow, which clu imports, writes past Python
-    from clu import metric_writers
   path, kept = folder / "metrics.jsonl", []
   for line in path.read_text().splitlines(keepends=True) if path.is_file() else ():
     # A run that was killed wrote half a line, or lines of steps that it does again.
@@ -68,4 +63,4 @@ def _opened(folder: pathlib.Path, step: int) -> tuple[Any, Any]:
       break
     kept.append(line)
   files.write_atomically(path, "".join(kept))
-  return path.open("a"), metric_writers.SummaryWriter(str(folder))
+  return path.open("a"), events.Writer(folder)
