@@ -77,7 +77,7 @@ def test_a_row_is_planned_and_its_run_is_matched_with_it(row, tmp_path, shapes):
     (tmp_path / "config.gin").write_text(c.text())
   patterns = {str(place.pattern) for place in assignment.places.values()}
   assert patterns == {*row.published["places"].values()}
-  assert all(t["segments"][-1]["decay_stop"] == 0 for t in timelines)
+  assert all(t["segments"][-1]["last_D"] == 0 for t in timelines)
   run = run_folder.Run(tmp_path)
   assert run.recipe == row.published["recipe"]
   if row.table in (*GLUE, *IMAGES) and row.score:

@@ -92,7 +92,7 @@ def test_schedule_and_cost(run):
   macros |= dict(RECIPE="mdgf_linear", PATTERN="1:4", PRETRAINED_STEPS=1_000_000)
   _, report = run(**macros, raw=[f"TASK_FEATURE_LENGTHS = {LENGTHS}", "BATCH_SIZE = 7"])
   (part,) = {json.dumps(part["segments"]): part for part in report["schedule"]}.values()
-  segments = [(s["start"], s["stop"], s["decay_start"]) for s in part["segments"]]
+  segments = [(s["start"], s["stop"], s["first_D"]) for s in part["segments"]]
   assert segments == [(0, 10, 1), (10, 70, 1), (70, 100, 0)]
   assert [s["global_start"] for s in part["segments"]] == [1_000_000, 1_000_010, 1_000_070]
   dense = T5(network.Transformer(network.T5Config(**SIZES)), lengths=LENGTHS).cost()
@@ -121,7 +121,7 @@ def test_text_json_and_library_say_the_same(run, tmp_path, capsys):
   text = capsys.readouterr().out
   assert text == plan.render(report) + "\n"
   kept = f"kept: {report['cost']['parameters']['kept']:,}"
-  for words in ("mlp/wo/kernel", "\n1,000 ", "ends with D = 5.18e-05", kept, "Nothing stands"):
+  for words in ("mlp/wo/kernel", "\n1,000 ", "ends with D = 5.72e-05", kept, "Nothing stands"):
     assert words in text, text
 
 

@@ -34,7 +34,17 @@ def schedule(assignment: Assignment, offset: int = 0) -> list[dict[str, Any]]:
       "axis_sizes": sorted({place.axis_size for place in places}),
       "recipe": recipe.name,
       "pattern": recipe.pattern,
-      "segments": [{"global_start": offset + s.start, **vars(s)} for s in segments],
+      "segments": [
+        {
+          "global_start": offset + s.start,
+          "start": s.start,
+          "stop": s.stop,
+          "pattern": s.pattern,
+          "first_D": s.decay_start,
+          "last_D": float(recipe.decay(s.stop - 1)),
+        }
+        for s in segments
+      ],
     }
     for (recipe, segments), places in timelines.items()
   ]

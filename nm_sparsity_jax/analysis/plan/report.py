@@ -77,7 +77,7 @@ def _parts(made: Plan, checkpoint: str | None, topology: str | None) -> dict[str
     parts["kernels"] = str(assignment)
     parts["schedule"] = contents.schedule(assignment, made.config.get("PRETRAINED_STEPS") or 0)
     for timeline in parts["schedule"]:
-      if (d := timeline["segments"][-1]["decay_stop"]) > 0:
+      if (d := timeline["segments"][-1]["last_D"]) > 0:
         made.warnings.append(
           f"{', '.join(timeline['rules'])}: the run ends with D = {d:.3g}, so weights are n:m only "
           "after nms.finalize; set FINETUNE_STEPS to train them as n:m"

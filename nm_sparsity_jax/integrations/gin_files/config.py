@@ -285,12 +285,15 @@ _EXAMPLES = {
   "(of images local_images_adamw.gin, of T5X t5x_adamw.gin)",
   **dict.fromkeys(("NETWORK", "VOCABULARY", "MODEL"), "a model file does that (--gin_file=...)"),
   "ROW": "--gin.ROW=\"'...'\", a row that `nm-sparsity rows` lists",
+  "TASK_FEATURE_LENGTHS": "--gin.TASK_FEATURE_LENGTHS=\"{'inputs': 512, 'targets': 62}\"",
 }
 
 
 def _ask_for(name: str) -> str:
   """Returns what to say about a macro that is not set."""
-  return f"{name} is not set: {_EXAMPLES.get(name, f'--gin.{name}=...')}"
+  is_text = name in ("RECIPE", "PATTERN") or name.endswith(("_NAME", "_PATH", "_DIR"))
+  value = "\"'...'\"" if is_text else "..."
+  return f"{name} is not set: {_EXAMPLES.get(name, f'--gin.{name}={value}')}"
 
 
 def _unread(names: Iterable[str], least_alike: float = 0.0) -> list[str]:
