@@ -28,6 +28,7 @@ import optax
 from flax import struct
 from kauldron import kd
 
+from nm_sparsity_jax.core.schedules import NO_STEP
 from nm_sparsity_jax.core.trees import flatten
 from nm_sparsity_jax.training import metrics, rules_text, transform
 from nm_sparsity_jax.training.rules import Rules
@@ -81,7 +82,7 @@ class Sparsity(kd.metrics.Metric):
     """Returns what the state of the optimizer tells of a step."""
     (state,) = transform.states(opt_state, transform.SparseState)
     same = jnp.array_equal(state.rules, rules_text.pack(self.rules.text))
-    step = jnp.where(same, state.count, -1)
+    step = jnp.where(same, state.count, NO_STEP)
     dense = transform.dense_params(params, state)
     values = metrics.summary(dense, self.rules, step, state.masks)
     if updates is not None:
@@ -89,7 +90,7 @@ class Sparsity(kd.metrics.Metric):
       after = dict(flatten(optax.apply_updates(params, updates)))
       new = {
         path: after[path] != 0 if site.recipe.stateful else site.mask(after[path], step + 1)
-        for path, site in self.rules.assign(params).places.items()
+        for path, site in self.rules.assign(params).sites.items()
       }
       rate = metrics.flip_rate(metrics.masks_of(dense, self.rules, step, state.masks), new)
       values |= {"nm/flip_rate/all": rate.all, "nm/flip_rate/kept": rate.kept}

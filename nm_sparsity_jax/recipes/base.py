@@ -117,7 +117,7 @@ class Recipe:
   def decay(self, step: jax.Array | int) -> jax.Array:
     """Returns D at `step`, a float32 scalar in [0, 1].
 
-    At step -1 it is NaN: no step was given, or a stored mask is wrong.
+    At `schedules.NO_STEP` it is NaN.
     """
     step = as_step(step)
     # The phases stand above every curve: each recipe equals dense first, and is n:m at the end.
@@ -148,7 +148,7 @@ class Recipe:
         "nms.init_state(params, rules), refresh it by nms.update_state after each optimizer "
         "update, and pass it (state=..., or mask=... for one weight)."
       )
-    return _jit_if_traced(_mask, self, step, axis, w, mask)
+    return _jit_if_traced(_mask, self, axis, step, w, mask)
 
   def effective(
     self,
@@ -168,7 +168,7 @@ class Recipe:
     Returns:
       Shape and dtype of `w`; differentiable with respect to it.
     """
-    return _jit_if_traced(_effective, self, step, axis, w, mask)
+    return _jit_if_traced(_effective, self, axis, step, w, mask)
 
   def pull_back(
     self,
@@ -197,7 +197,7 @@ class Recipe:
     # Nothing to change, so nothing is compiled and read either.
     if self.gradient_mode == "straight_through" and not self.lam:
       return grad
-    return _jit_if_traced(_pull_back, self, step, 0, grad, w, seen, mask)
+    return _jit_if_traced(_pull_back, self, 0, step, grad, w, seen, mask)
 
   def was_kept(
     self, w: jax.Array, seen: jax.Array, decay: jax.Array, mask: jax.Array | None
@@ -317,7 +317,7 @@ class Recipe:
     return []
 
 
-def _jit_if_traced(function: Callable, recipe: Recipe, step: Any, axis: Any, *arrays: Any) -> Any:
+def _jit_if_traced(function: Callable, recipe: Recipe, axis: Any, step: Any, *arrays: Any) -> Any:
   # A network has dozens of kernels of one shape: under jit they share one trace. A step that is
   # known runs without jit, so that Python takes the branch and nothing else is compiled.
   step = as_step(step)
@@ -336,7 +336,7 @@ def _mask(recipe, axis, step, w, stored):
   dense = (step >= 0) & (step < recipe.sparse_from)
   keep = recipe.chosen(lax.stop_gradient(w), step, axis, stored) | dense
   # Forward pass, backward pass and optimizer read one mask, not three copies of how it is made.
-  return masks.pinned(keep.astype(jnp.uint8)) > 0
+  return masks.computed_once(keep.astype(jnp.uint8)) > 0
 
 
 def _effective(recipe, axis, step, w, stored):
@@ -348,7 +348,7 @@ def _pull_back(recipe, axis, step, grad, w, seen, stored):
   del axis
   dtype = gradients.wider(w.dtype)
   out, wide = grad.astype(dtype), w.astype(dtype)
-  d = gradients.pinned(recipe.decay(step)).astype(dtype)
+  d = gradients.computed_once(recipe.decay(step)).astype(dtype)
   # In float32, since lambda * W and D * g may be subnormals of a shorter dtype.
   kept = recipe.was_kept(wide, seen.astype(dtype), d, stored)
   if recipe.gradient_mode == "masked":

@@ -44,7 +44,7 @@ def sparsify(params: Any, rules: Rules, step: jax.Array | int, state: State | No
     ValueError: a stored mask should have been renewed by `step` and was not, as where
       `update_state` was forgotten. Where the step is traced, the weights become NaN instead.
   """
-  sites = rules.assign(params).places
+  sites = rules.assign(params).sites
   step = as_step(step)
 
   def apply(path, w):
@@ -88,11 +88,11 @@ def finalize(
     raise ValueError(f"the run is at step {where}. Train on{advice}.")
 
   def apply(path, w):
-    site = assignment.places.get(path)
+    site = assignment.sites.get(path)
     if site is None:
       return w
     check_floating(path, w)
-    at, _mask = current(site, step, state)  # `at` is -1 where the stored mask is wrong
+    at, _mask = current(site, step, state)  # `at` is NO_STEP where the mask is wrong
     done = site.recipe.final(w, site.groups, kept(site, state))
     # What is traced cannot raise, but NaN is seen.
     wrong = at < site.final_from(early)
@@ -146,11 +146,11 @@ class Report:
   It is ok when a parameter must be n:m, each such parameter is, and none has inf or NaN.
 
   Attributes:
-    places: the parameters that must be n:m.
+    sites: the parameters that must be n:m.
     skipped: path -> why a rule left it dense ('skip' policy); not part of the verdict.
   """
 
-  places: tuple[Verified, ...]
+  sites: tuple[Verified, ...]
   skipped: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
   @property
@@ -160,11 +160,11 @@ class Report:
   @property
   def verdict(self) -> str:
     """Returns `ok`, or what is wrong."""
-    if not self.places:
+    if not self.sites:
       return "NOTHING TO PROVE: no rule makes anything sparse"
-    if any(p.bad_groups for p in self.places):
+    if any(p.bad_groups for p in self.sites):
       return "NOT n:m"
-    if lost := sum(p.not_finite for p in self.places):
+    if lost := sum(p.not_finite for p in self.sites):
       return f"NOT FINITE: {lost} weights are inf or NaN"
     return "ok"
 
@@ -173,7 +173,7 @@ class Report:
     # Like layers are one row, so what a row does not show is made equal.
     shown = {
       p.path: dataclasses.replace(p, path="", density=round(p.density, 4), not_finite=0)
-      for p in self.places
+      for p in self.sites
     }
     rows = []
     for name, paths, p in alike(shown):
@@ -181,7 +181,7 @@ class Report:
       rows.append((name, p.pattern, p.axis, groups, bad, f"{p.density:.4f}", p.first or ""))
     lines = columns([head, *rows]) if rows else []
     lines += [f"skipped  {name}: {why}" for name, _, why in alike(self.skipped)]
-    lines += [f"warning  {p.path}: {p.warning}" for p in self.places if p.warning]
+    lines += [f"warning  {p.path}: {p.warning}" for p in self.sites if p.warning]
     return "\n".join([*map(printable, lines), self.verdict])
 
 
@@ -202,7 +202,7 @@ def verify(params: Any, rules: Rules) -> Report:
   """
   arrays = dict(flatten(params))
   assignment = rules.assign(params)
-  found = [_verify(site, np.asarray(arrays[path])) for path, site in assignment.places.items()]
+  found = [_verify(site, np.asarray(arrays[path])) for path, site in assignment.sites.items()]
   return Report(tuple(found), assignment.skipped)
 
 

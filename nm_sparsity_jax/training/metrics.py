@@ -65,7 +65,7 @@ def masks_of(
   step, arrays = as_step(step), dict(flatten(params))
   return {
     path: site.mask(arrays[path], *current(site, step, state))
-    for path, site in rules.assign(params).places.items()
+    for path, site in rules.assign(params).sites.items()
   }
 
 
@@ -119,7 +119,7 @@ def summary(
   D whatever the noise; `kept`, over the weights that the mask keeps, is free of that.
 
   The names depend on the arguments that are given, never on values or the step. At a traced
-  negative step, which means that none was given, density and D are NaN and the pattern is 0:0.
+  `schedules.NO_STEP` density and D are NaN and the pattern is 0:0.
 
   Args:
     params: the dense parameters of a forward pass.
@@ -129,10 +129,10 @@ def summary(
     moments: path -> second moment, as `second_moments` reads them from an optimizer's state.
     seen: what `before` returned at an earlier step.
   """
-  sites, masks = rules.assign(params).places, masks_of(params, rules, step, state)
+  sites, masks = rules.assign(params).sites, masks_of(params, rules, step, state)
   decays = {path: site.recipe.decay(step) for path, site in sites.items()}
   kept = {path: _ratio(_count(mask), mask.size) for path, mask in masks.items()}
-  # D itself where it is NaN: no step was given.
+  # D itself where it is NaN, at NO_STEP.
   in_use = lambda path, d: jnp.where(d == 0, kept[path], jnp.where(d > 0, jnp.float32(1), d))
   shares = {path: in_use(path, d) for path, d in decays.items()}
   targets = {path: jnp.float32(site.pattern.density) for path, site in sites.items()}
@@ -233,8 +233,8 @@ def _patterns(sites: Mapping[str, Site], step: jax.Array | int) -> dict[str, jax
     for start, pattern in site.recipe.levels(site.axis_size):
       n = jnp.where(step >= start, jnp.float32(pattern.n), n)
       m = jnp.where(step >= start, jnp.float32(pattern.m), m)
-    found.setdefault(f"nm/n/{site.key}", []).append(n)
-    found.setdefault(f"nm/m/{site.key}", []).append(m)
+    found.setdefault(f"nm/n/{site.place}", []).append(n)
+    found.setdefault(f"nm/m/{site.place}", []).append(m)
   # Levels depend on the length of an axis, so kernels of one rule may differ.
   shared = lambda x: jnp.where(jnp.min(x) == jnp.max(x), x[0], jnp.float32(0))
   return {name: shared(jnp.stack(values)) for name, values in found.items()}

@@ -28,13 +28,13 @@ class Site:
     path: '/'-joined path in the parameter tree.
     recipe: what is applied to it.
     groups: where its groups lie.
-    key: the place of the rules that named it.
+    place: the place of the rules that named it.
   """
 
   path: str
   recipe: Recipe
   groups: Groups
-  key: str = ""
+  place: str = ""
 
   @property
   def pattern(self) -> NM:
@@ -108,12 +108,12 @@ class Assignment:
   """What rules mean for one parameter tree. `print` it before a run.
 
   Attributes:
-    places: path -> Site, the sparse parameters.
+    sites: path -> Site, the sparse parameters.
     skipped: path -> why a rule did not apply ('skip' policy).
     dense: paths that no rule names.
   """
 
-  places: Mapping[str, Site]
+  sites: Mapping[str, Site]
   skipped: Mapping[str, str]
   dense: tuple[str, ...]
 
@@ -121,7 +121,7 @@ class Assignment:
     head = "parameter", "shape", "axis", "pattern", "groups", "recipe", "remarks"
     facts = {
       p.path: (p.shape, p.axis, p.recipe.pattern, p.count, p.recipe.name, "; ".join(p.remarks))
-      for p in self.places.values()
+      for p in self.sites.values()
     }
     # Like layers are one row. Its groups are those of all of them.
     rows = [
@@ -143,8 +143,8 @@ class Assignment:
     >>> rules.assign(params).unfinished(40)  # doctest: +SKIP
     "40, and the schedule of 'ff' is over at 60"
     """
-    for site in self.places.values():
+    for site in self.sites.values():
       if step < (end := site.final_from(early)):
-        waits = f"mask of {site.key!r} comes" if early else f"schedule of {site.key!r} is over"
+        waits = f"mask of {site.place!r} comes" if early else f"schedule of {site.place!r} is over"
         return f"{step:,}, and the {waits} at {end:,}"
     return None

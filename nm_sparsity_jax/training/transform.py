@@ -23,6 +23,7 @@ import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from nm_sparsity_jax.core.gradients import wider
+from nm_sparsity_jax.core.schedules import NO_STEP
 from nm_sparsity_jax.core.trees import flatten, map_with_names
 from nm_sparsity_jax.recipes.levels import when
 from nm_sparsity_jax.training import rules_text, stored
@@ -107,7 +108,7 @@ def sparse(tx: optax.GradientTransformation, rules: Rules) -> optax.GradientTran
     # Under jit `update` cannot see how arrays are sharded, so `init` notes it. It changes the speed
     # of masks, and no bit.
     nonlocal rules
-    sites = rules.assign(params).places
+    sites = rules.assign(params).sites
     for phases in {site.recipe.phases: None for site in sites.values()}:
       if phases.dense == phases.total:
         _log.warning("%s has no step that is sparse: the last update prunes at one stroke", phases)
@@ -147,7 +148,7 @@ def sparse(tx: optax.GradientTransformation, rules: Rules) -> optax.GradientTran
         "computes with W~: take one that needs no such function (of sam: opaque_mode=False)."
       )
     # The gradient at W.
-    sites = rules.assign(params).places
+    sites = rules.assign(params).sites
     step = _checked_step(state, rules, sites)
     effective = dict(flatten(params))
     grads = dict(flatten(updates))
@@ -296,7 +297,7 @@ def add_sr_ste(
     scale: lambda is meant for the gradient of the mean loss per target; where the loss is that
       mean times a factor, the factor.
   """
-  sites, arrays = rules.assign(params).places, dict(flatten(params))
+  sites, arrays = rules.assign(params).sites, dict(flatten(params))
 
   def add(path, g):
     site = sites.get(path)
@@ -384,7 +385,7 @@ def _shardings_of(params: Any) -> dict[str, NamedSharding]:
 
 
 def _checked_step(state: SparseState, rules: Rules, sites: Mapping[str, Site]) -> jax.Array:
-  """Returns the count of `state`; -1, which makes weights NaN, where other rules made it.
+  """Returns the count of `state`; NO_STEP where other rules made it.
 
   Raises where that is known: while nothing is traced, and where the state is of other kernels.
   """
@@ -399,7 +400,7 @@ def _checked_step(state: SparseState, rules: Rules, sites: Mapping[str, Site]) -
       f"nms.sparse has the rules {rules.text!r}, but the optimizer state was made by {theirs}: go "
       "on with those, or start a new run by tx.init(params)."
     )
-  return jnp.where(same, state.count, jnp.int32(-1))
+  return jnp.where(same, state.count, NO_STEP)
 
 
 def _dense(state: SparseState, params: Any) -> dict[str, jax.Array]:

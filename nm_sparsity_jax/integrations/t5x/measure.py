@@ -64,7 +64,7 @@ def programs(run: Any) -> tuple[Any, Any]:
   rules = model.stored_rules
   by_path = traverse_util.flatten_dict(unfreeze(axes.params), sep="/")
   # Each device keeps the masks of its shard from the one program to the other.
-  masks_spec = {path: by_path[path] for path in rules.assign(model.made).places}
+  masks_spec = {path: by_path[path] for path in rules.assign(model.made).sites}
   seen_spec = metrics.Before(masks_spec, None)  # type: ignore
 
   def before(train_state, batch):

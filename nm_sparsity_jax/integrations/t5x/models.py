@@ -23,6 +23,7 @@ from flax.linen import partitioning
 from jax.sharding import NamedSharding, PartitionSpec
 from t5x import models, optimizers, utils
 
+from nm_sparsity_jax.core.schedules import NO_STEP
 from nm_sparsity_jax.core.trees import flatten
 from nm_sparsity_jax.training import apply, layers, rules_text, transform
 from nm_sparsity_jax.training.rules import Rules
@@ -148,9 +149,9 @@ class SparseModel(models.BaseTransformerModel):
   def read(self, flax_mutables) -> tuple[jax.Array, State]:
     """Returns the step and the stored masks in `flax_mutables`."""
     mine = flax_mutables[COLLECTION]
-    # Under jit no value can be looked at. Other rules give step -1 there, so every loss is NaN.
+    # Under jit no value can be looked at. Other rules give NO_STEP there, so every loss is NaN.
     same = jnp.all(mine["rules"] == jnp.asarray(self._text))
-    step = jnp.where(same, mine["step"], jnp.int32(-1))
+    step = jnp.where(same, mine["step"], NO_STEP)
     # Stored masks know the step that they were made for; it is saved once, not twice.
     kept = {k: v for k, v in mine.items() if k not in ("step", "start", "rules")}
     return step, {"step": mine["step"], **kept} if kept else {}
