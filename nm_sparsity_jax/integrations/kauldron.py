@@ -97,28 +97,23 @@ class Sparsity(kd.metrics.Metric):
     return self.State({name.removeprefix("nm/"): x for name, x in values.items()})
 
 
-def parser() -> argparse.ArgumentParser:
-  """Returns the parser of what this adds to Kauldron's flags."""
-  made = argparse.ArgumentParser(
-    prog="python -m nm_sparsity_jax.integrations.kauldron",
-    description=__doc__,
-    formatter_class=argparse.RawDescriptionHelpFormatter,
-    allow_abbrev=False,
-  )
-  made.add_argument("--distributed", action="store_true", help="this host is one of several")
-  made.add_argument("--coordinator_address", metavar="HOST:PORT", help="of process 0")
-  made.add_argument("--process_count", type=int, metavar="N", help="of all hosts")
-  made.add_argument("--process_index", type=int, metavar="I", help="of this one, from 0")
-  return made
-
-
 def main(argv: Sequence[str]) -> None:
   """Starts what was asked for, then Kauldron.
 
   Args:
     argv: the arguments, without the program.
   """
-  args, theirs = parser().parse_known_args(argv)
+  parser = argparse.ArgumentParser(
+    prog="python -m nm_sparsity_jax.integrations.kauldron",
+    description=__doc__,
+    formatter_class=argparse.RawDescriptionHelpFormatter,
+    allow_abbrev=False,
+  )
+  parser.add_argument("--distributed", action="store_true", help="this host is one of several")
+  parser.add_argument("--coordinator_address", metavar="HOST:PORT", help="of process 0")
+  parser.add_argument("--process_count", type=int, metavar="N", help="of all hosts")
+  parser.add_argument("--process_index", type=int, metavar="I", help="of this one, from 0")
+  args, theirs = parser.parse_known_args(argv)
   host = args.coordinator_address, args.process_count, args.process_index
   if args.distributed or host != (None, None, None):
     jax.distributed.initialize(*host)  # It refuses flags that lack another one.

@@ -6,7 +6,6 @@ w, step -> [levels: pattern now -> mask] x [curve: D now] x [gradient mode] -> W
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
@@ -106,7 +105,6 @@ class Recipe:
     Args:
       axis_size: length of the grouped axis, None where it is not known.
     """
-    del axis_size
     return ((self.sparse_from, self.pattern),)
 
   @property
@@ -207,7 +205,6 @@ class Recipe:
     Where W~ is W, since W is 0 or D is 1, a weight counts as kept. (Parameters may be an ulp away
     from W, so they are not asked there.)
     """
-    del mask
     return (decay == 1) | (jnp.abs(seen) >= (1 + decay) / 2 * jnp.abs(w))
 
   def final(
@@ -264,17 +261,14 @@ class Recipe:
 
   def renewals_due(self, step: jax.Array | int) -> jax.Array | int:
     """Returns how many renewals of the stored mask are due by `step`; 0 where none is kept."""
-    del step
     return 0
 
   def renewals_done(self, state: dict[str, jax.Array], last: jax.Array | int) -> jax.Array | int:
     """Returns how many times the mask in `state` was renewed, after `next_state` at step `last`."""
-    del state
     return self.renewals_due(last)
 
   def first_state(self, groups: Groups, w: jax.Array) -> dict[str, jax.Array]:
     """Returns what `init_state` stores for one weight: at least "mask", bool, shape of `w`."""
-    del groups
     return {"mask": jnp.ones_like(w, bool)}
 
   def next_state(
@@ -301,19 +295,16 @@ class Recipe:
         needs none.
       grad_at: the weight that `grad` was taken at.
     """
-    del grad, grad_at
     due = self.renewals_due(step) > self.renewals_due(last)
     take = lambda: groups.magnitude_mask(w, self.pattern)
     return {"mask": when(due, take, lambda: state["mask"])}
 
   def problem(self, state: Mapping[str, jax.Array]) -> str:
     """Returns why the stored mask may not act, where that is known; '' otherwise."""
-    del state
     return ""
 
   def remarks(self, groups: Groups, state: Mapping[str, jax.Array]) -> list[str]:
     """Returns what to log of the state that `first_state` made."""
-    del groups, state
     return []
 
 
@@ -323,12 +314,7 @@ def _jit_if_traced(function: Callable, recipe: Recipe, axis: Any, step: Any, *ar
   step = as_step(step)
   axis = axis if isinstance(axis, int) else tuple(axis)
   if isinstance(step, jax.core.Tracer):
-    return _jitted(function, recipe, axis, step, *arrays)
-  return function(recipe, axis, step, *arrays)
-
-
-@functools.partial(jax.jit, static_argnums=(0, 1, 2))
-def _jitted(function, recipe, axis, step, *arrays):
+    function = jax.jit(function, static_argnums=(0, 1))
   return function(recipe, axis, step, *arrays)
 
 
@@ -345,7 +331,6 @@ def _effective(recipe, axis, step, w, stored):
 
 
 def _pull_back(recipe, axis, step, grad, w, seen, stored):
-  del axis
   dtype = gradients.wider(w.dtype)
   out, wide = grad.astype(dtype), w.astype(dtype)
   d = gradients.computed_once(recipe.decay(step)).astype(dtype)

@@ -21,7 +21,6 @@ from nm_sparsity_jax.core.schedules import as_step
 from nm_sparsity_jax.core.text import columns, printable
 from nm_sparsity_jax.core.trees import alike, flatten, map_with_names
 from nm_sparsity_jax.training.rules import Rules
-from nm_sparsity_jax.training.sites import Site
 from nm_sparsity_jax.training.stored import State, current, kept
 
 
@@ -201,26 +200,24 @@ def verify(params: Any, rules: Rules) -> Report:
     A `Report`; `report.ok` is the verdict as a bool.
   """
   arrays = dict(flatten(params))
-  assignment = rules.assign(params)
-  found = [_verify(site, np.asarray(arrays[path])) for path, site in assignment.sites.items()]
+  assignment, found = rules.assign(params), []
+  for path, site in assignment.sites.items():
+    w, pattern = np.asarray(arrays[path]), site.pattern
+    used = w != 0  # on the host, since a backend may flush subnormals
+    # numpy's isfinite knows no integers of four bits; float32 holds all of one byte.
+    finite = np.isfinite(w.astype(np.float32) if w.dtype.itemsize == 1 else w)
+    counts = site.groups.split(used, pattern).sum(-1)
+    bad = counts > pattern.n
+    one = Verified(
+      path=path,
+      shape=site.shape,
+      axis=site.axis,
+      pattern=str(pattern),
+      groups=counts.size,
+      bad_groups=int(bad.sum()),
+      density=float(used.sum() / max(w.size, 1)),
+      first=site.groups.start(int(np.argmax(bad)), pattern) if bad.any() else None,
+      not_finite=int((~finite).sum()),
+    )
+    found.append(one)
   return Report(tuple(found), assignment.skipped)
-
-
-def _verify(site: Site, w: np.ndarray) -> Verified:
-  pattern = site.pattern
-  used = w != 0  # on the host, since a backend may flush subnormals
-  # numpy's isfinite knows no integers of four bits; float32 holds all of one byte.
-  finite = np.isfinite(w.astype(np.float32) if w.dtype.itemsize == 1 else w)
-  counts = site.groups.split(used, pattern).sum(-1)
-  bad = counts > pattern.n
-  return Verified(
-    path=site.path,
-    shape=site.shape,
-    axis=site.axis,
-    pattern=str(pattern),
-    groups=counts.size,
-    bad_groups=int(bad.sum()),
-    density=float(used.sum() / max(w.size, 1)),
-    first=site.groups.start(int(np.argmax(bad)), pattern) if bad.any() else None,
-    not_finite=int((~finite).sum()),
-  )

@@ -88,9 +88,9 @@ class DenseGeneral(nn.Module):
   @nn.compact
   def __call__(self, inputs: jax.Array) -> jax.Array:
     """Contracts `axis` of `inputs`; the features come last."""
-    features = as_tuple(self.features)
+    features = np.atleast_1d(self.features).tolist()
     inputs = jnp.asarray(inputs, self.dtype)
-    axes = tuple(a % inputs.ndim for a in as_tuple(self.axis))
+    axes = tuple(a % inputs.ndim for a in np.atleast_1d(self.axis).tolist())
     if (packed := packed_kernel(self)) is not None:
       x = jnp.moveaxis(inputs, axes, range(-len(axes), 0))
       lead = x.shape[: -len(axes)]
@@ -287,8 +287,3 @@ def _create_variables(layer: nn.Module, site: Site, w: jax.Array) -> None:
   if is_stateful and layer.is_mutable_collection(STATE_COLLECTION):
     first = lambda: site.recipe.first_state(site.groups, w)["mask"]
     layer.variable(STATE_COLLECTION, "kernel", first)
-
-
-def as_tuple(x: Iterable[int] | int) -> tuple[int, ...]:
-  """Returns one axis or several as a tuple."""
-  return tuple(x) if isinstance(x, Iterable) else (x,)

@@ -185,6 +185,7 @@ def second_moments(opt_state: Any, params: Any) -> dict[str, jax.Array]:
 
       v[i, j] = rows[i] * columns[j] / mean(rows)
 
+  (arXiv:1804.04235, algorithm 4, has sums in place of these means.)
   Found are the `nu` trees of all states inside, such as that of `optax.scale_by_adam` (no bias
   correction), and the factors of `optax.scale_by_factored_rms`, of small weights the v that it
   keeps whole, under chain, MultiSteps, inject_hyperparams, masked or multi_transform. Optimizers
@@ -203,25 +204,14 @@ def second_moments(opt_state: Any, params: Any) -> dict[str, jax.Array]:
       rows, columns = dict(flatten(state.v_row)), dict(flatten(state.v_col))
       for path, v in flatten(state.v):
         if v.shape != shapes[path]:  # optax factors the two largest axes
-          row, column = (int(axis) for axis in np.argsort(shapes[path])[-2:])
-          v = adafactor_estimate(rows[path], columns[path], (row,), (column,))
+          row, column = np.argsort(shapes[path])[-2:]
+          by_row = jnp.expand_dims(rows[path], column)
+          mean = jnp.mean(by_row, row, keepdims=True)
+          # All of it is 0 before the first gradient, and 0 / 0 would be NaN.
+          by_row = by_row / jnp.where(mean == 0, 1, mean)
+          v = by_row * jnp.expand_dims(columns[path], row)
         found[path] = v
   return found
-
-
-def adafactor_estimate(rows: jax.Array, columns: jax.Array, row_axes, column_axes) -> jax.Array:
-  """Returns Adafactor's v (arXiv:1804.04235, algorithm 4; sums there, means here).
-
-  Args:
-    rows: the means over the column axes.
-    columns: the means over the row axes.
-    row_axes: of the whole array.
-    column_axes: of the whole array.
-  """
-  rows, columns = jnp.expand_dims(rows, column_axes), jnp.expand_dims(columns, row_axes)
-  mean = jnp.mean(rows, row_axes, keepdims=True)
-  # All of it is 0 before the first gradient, and 0 / 0 would be NaN.
-  return rows / jnp.where(mean == 0, 1, mean) * columns
 
 
 def _patterns(sites: Mapping[str, Site], step: jax.Array | int) -> dict[str, jax.Array]:

@@ -210,18 +210,19 @@ class Rules:
     for path, shape in shapes.items():
       if self.sparse_recipe(path) is None:
         continue
-      by_hand = self._axis_of(path)
-      known: Any = traced.axes.get(path)
-      if by_hand is None and known is None:
-        refused.append(f"{path!r}: {traced.refused[path]}")
-      elif by_hand is None:
-        # Checkpoints hold the text of rules, so no axis is added where the default is right.
-        default = _default_axis(path, shapes)
-        # `check_axis` makes both sides ascending, non-negative ints.
-        if default is None or masks.check_axis(shape, default, gaps=True) != known:
-          found[re.escape(path)] = _one_or_several(known)
-      # With gaps, since groups may lie along axes that are not adjacent.
-      elif known is not None and masks.check_axis(shape, by_hand, gaps=True) != known:
+      by_hand, known = self._axis_of(path), traced.axes.get(path)
+      if known is None:
+        if by_hand is None:
+          refused.append(f"{path!r}: {traced.refused[path]}")
+        continue
+      said = _default_axis(path, shapes) if by_hand is None else by_hand
+      # Ascending, non-negative ints. With gaps, since groups may lie along axes that are not
+      # adjacent.
+      if said is not None and masks.check_axis(shape, said, gaps=True) == known:
+        continue  # checkpoints hold the text of rules, so no axis is added where one is right
+      if by_hand is None:
+        found[re.escape(path)] = _one_or_several(known)
+      else:
         refused.append(f"{path!r}: axes= says {by_hand}, the program contracts {known}")
     if refused:
       raise ValueError(
@@ -259,23 +260,22 @@ class Rules:
     recipe = self.sparse_recipe(path)
     if recipe is None:
       return None
-    site = Site(path, recipe, Groups(tuple(shape), axis), self.match(path) or "")
+    groups = Groups(tuple(shape), axis)
     # Whole groups of the target pattern, and of each level that fits.
-    m = math.lcm(site.pattern.m, *(level.m for _, level in recipe.levels(site.axis_size)))
-    if site.axis_size % m:
-      problem = (
-        f"axis {axis} has length {site.axis_size} (shape {tuple(shape)}), no multiple of {m}"
-      )
+    m = math.lcm(recipe.pattern.m, *(level.m for _, level in recipe.levels(groups.size)))
+    if groups.size % m:
+      problem = f"axis {axis} has length {groups.size} (shape {groups.shape}), no multiple of {m}"
       if self.indivisible == "skip":
         return problem
       if self.indivisible == "error":
         raise ValueError(
-          f"{path!r}: {problem}, so {recipe.name} {site.pattern} does not fit. Choose another "
+          f"{path!r}: {problem}, so {recipe.name} {recipe.pattern} does not fit. Choose another "
           "pattern, or indivisible='skip' to leave it dense, or 'pad' (gin: INDIVISIBLE)."
         )
-      site = dataclasses.replace(site, groups=Groups(site.shape, axis, -site.axis_size % m))
-      recipe.levels(site.axis_size)  # raises where a schedule does not fit the padded axis
-    return dataclasses.replace(site, groups=site.groups.sharded(self.shardings.get(path), m))
+      groups = Groups(groups.shape, axis, -groups.size % m)
+      recipe.levels(groups.size)  # raises where a schedule does not fit the padded axis
+    groups = groups.sharded(self.shardings.get(path), m)
+    return Site(path, recipe, groups, self.match(path) or "")
 
   def _axis_of(self, path: str) -> masks.Axis | None:
     """Returns what `axes` says of a path; the first regex that matches counts."""

@@ -39,7 +39,6 @@ class Site:
   @property
   def pattern(self) -> NM:
     """Returns the target pattern."""
-    assert self.recipe.pattern is not None  # Dense makes no Site
     return self.recipe.pattern
 
   @property
@@ -56,11 +55,6 @@ class Site:
   def axis_size(self) -> int:
     """Returns the length of the grouped axis, padding included."""
     return self.groups.size
-
-  @property
-  def count(self) -> int:
-    """Returns the number of groups of the target pattern."""
-    return self.groups.count(self.pattern)
 
   @property
   def remarks(self) -> tuple[str, ...]:
@@ -119,10 +113,10 @@ class Assignment:
 
   def __str__(self) -> str:
     head = "parameter", "shape", "axis", "pattern", "groups", "recipe", "remarks"
-    facts = {
-      p.path: (p.shape, p.axis, p.recipe.pattern, p.count, p.recipe.name, "; ".join(p.remarks))
-      for p in self.sites.values()
-    }
+    facts = {}
+    for path, site in self.sites.items():
+      groups, remarks = site.groups.count(site.pattern), "; ".join(site.remarks)
+      facts[path] = site.shape, site.axis, site.pattern, groups, site.recipe.name, remarks
     # Like layers are one row. Its groups are those of all of them.
     rows = [
       (name, *fact[:3], fact[3] * len(paths), *fact[4:]) for name, paths, fact in alike(facts)

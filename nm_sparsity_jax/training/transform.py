@@ -110,13 +110,20 @@ def sparse(tx: optax.GradientTransformation, rules: Rules) -> optax.GradientTran
     nonlocal rules
     sites = rules.assign(params).sites
     for phases in {site.recipe.phases: None for site in sites.values()}:
-      if phases.dense == phases.total:
-        _log.warning("%s has no step that is sparse: the last update prunes at one stroke", phases)
-      elif phases.finetune < phases.total < 20:
+      if phases.finetune < phases.total < 20:
         _log.warning("%s count updates of the optimizer, not epochs: so few?", phases)
-    shardings = _shardings_of(params)
-    rules = rules.with_shardings(shardings) if shardings else rules
-    dense = map_with_names(lambda p, w: _master(p, w) if p in sites else _NONE, params)
+    # A tracer does not tell how its array is sharded.
+    known = rules.with_shardings(jax.tree.map(lambda w: getattr(w, "sharding", None), params))
+    rules = known if known.shardings else rules
+
+    def master(path, w):
+      if path not in sites:
+        return _NONE
+      check_floating(path, w)
+      # A copy, since a trainer donates params and state, and one buffer cannot be donated twice.
+      return jnp.array(w, wider(w.dtype), copy=True)
+
+    dense = map_with_names(master, params)
     # A box of flax around nothing is a leaf to nnx, and has no shape.
     is_empty = lambda x: not jax.tree.leaves(x)
     dense = jax.tree.map(lambda x: _NONE if is_empty(x) else x, dense, is_leaf=is_empty)
@@ -134,8 +141,8 @@ def sparse(tx: optax.GradientTransformation, rules: Rules) -> optax.GradientTran
     masks = stored.init_state(params, rules)
     # An array, so that every trainer saves it, and a checkpoint knows its own rules.
     text = jnp.asarray(rules_text.pack(rules.text))
-    if shardings:  # it lies where the parameters do
-      mesh = next(iter(shardings.values())).mesh
+    if known.shardings:  # it lies where the parameters do
+      mesh = next(iter(known.shardings.values())).mesh
       text = jax.device_put(text, NamedSharding(mesh, PartitionSpec()))
     return SparseState(jnp.int32(0), text, dense, masks, inner_state)
 
@@ -365,23 +372,6 @@ def step_count(opt_state: Any) -> jax.Array:
 
 
 # --- helpers of `sparse` ----------------------------------------------------------------------
-
-
-def _master(path: str, w: jax.Array) -> jax.Array:
-  """Returns W of a parameter, in float32 or its own dtype if that is wider.
-
-  It is a copy, since a trainer donates params and state, and one buffer cannot be donated twice.
-  """
-  check_floating(path, w)
-  return jnp.array(w, wider(w.dtype), copy=True)
-
-
-def _shardings_of(params: Any) -> dict[str, NamedSharding]:
-  """Returns path -> how devices share a parameter; empty where that is not known."""
-  # A tracer does not tell how its array is sharded.
-  is_known = lambda w: isinstance(w, jax.Array) and not isinstance(w, jax.core.Tracer)
-  known = {path: w.sharding for path, w in flatten(params) if is_known(w)}
-  return {path: s for path, s in known.items() if isinstance(s, NamedSharding)}
 
 
 def _checked_step(state: SparseState, rules: Rules, sites: Mapping[str, Site]) -> jax.Array:

@@ -14,34 +14,13 @@ and microbatches, so metrics change no bit of training.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from typing import Any
 
-import jax
 from flax import traverse_util
 from flax.core import unfreeze
-from t5x import optimizers, trainer, utils
+from t5x import optimizers, trainer
 
 from nm_sparsity_jax.training import metrics
-
-
-def write(
-  samples: Mapping[int, Mapping[str, Any]],
-  write_scalars: Callable[[int, dict[str, float]], None],
-) -> None:
-  """Writes each sample under its own step; waits until the device has made it.
-
-  T5X itself writes the mean over many steps under the last of them.
-
-  Args:
-    samples: T5X's global step after the update -> name -> value.
-    write_scalars: (step, name -> value), as of T5X's `MetricsManager`.
-  """
-  for step, values in samples.items():
-    values = jax.tree.map(utils.get_local_data, values)
-    # n and m are 0 where the kernels of a rule have different patterns.
-    is_pattern = lambda name: name.startswith(("nm/n/", "nm/m/"))
-    write_scalars(step, {k: float(x) for k, x in values.items() if x or not is_pattern(k)})
 
 
 def programs(run: Any) -> tuple[Any, Any]:
