@@ -25,7 +25,7 @@ for bit.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import flax
@@ -76,8 +76,8 @@ class DenseGeneral(nn.Module):
     rules: what is sparse, and how; None = the plain layer.
   """
 
-  features: Iterable[int] | int
-  axis: Iterable[int] | int = -1
+  features: Sequence[int] | int
+  axis: Sequence[int] | int = -1
   dtype: Dtype = jnp.float32
   kernel_init: Initializer = nn.initializers.variance_scaling(1.0, "fan_in", "truncated_normal")
   kernel_axes: tuple[str, ...] = ()

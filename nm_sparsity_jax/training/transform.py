@@ -110,7 +110,9 @@ def sparse(tx: optax.GradientTransformation, rules: Rules) -> optax.GradientTran
     nonlocal rules
     sites = rules.assign(params).sites
     for phases in {site.recipe.phases: None for site in sites.values()}:
-      if phases.finetune < phases.total < 20:
+      if phases.dense == phases.total:
+        _log.warning("%s has no step that is sparse: the last update prunes at one stroke", phases)
+      elif phases.finetune < phases.total < 20:
         _log.warning("%s count updates of the optimizer, not epochs: so few?", phases)
     # A tracer does not tell how its array is sharded.
     known = rules.with_shardings(jax.tree.map(lambda w: getattr(w, "sharding", None), params))
