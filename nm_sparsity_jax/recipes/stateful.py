@@ -189,7 +189,7 @@ class Hold(TakenOnce):
       )
 
   def renewals_done(self, state, last):
-    return jnp.where(state["over"] == 0, jnp.int32(1), jnp.int32(0))  # else no step has a mask
+    return (state["over"] == 0).astype(jnp.int32)  # else no step has a mask
 
   def first_state(self, groups, w):
     given = w != 0
@@ -215,7 +215,7 @@ class Hold(TakenOnce):
     return [*filter(None, [self.problem(state)]), *([few] if missing else [])]
 
   def next_state(self, groups, state, w, step, last, grad, grad_at):
-    return {"mask": state["mask"], "over": state["over"]}
+    return dict(state)
 
   def final(self, w, groups, state=None):
     assert state is not None  # `finalize` has looked

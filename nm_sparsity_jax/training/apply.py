@@ -125,7 +125,7 @@ class Verified:
   bad_groups: int
   density: float
   first: tuple[int, ...] | None
-  not_finite: int = 0
+  not_finite: int
 
   @property
   def warning(self) -> str:
@@ -150,7 +150,7 @@ class Report:
   """
 
   sites: tuple[Verified, ...]
-  skipped: Mapping[str, str] = dataclasses.field(default_factory=dict)
+  skipped: Mapping[str, str]
 
   @property
   def ok(self) -> bool:

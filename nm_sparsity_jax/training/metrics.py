@@ -176,8 +176,10 @@ def before(
     grads: the gradient, without SR-STE's term; None = no names of gradients.
   """
   masks = masks_of(params, rules, step, state)
-  sizes = {} if grads is None else {path: jnp.abs(g) for path, g in flatten(grads)}
-  return Before(masks, _variances("grad_abs_var", sizes, masks) if sizes else {})
+  if grads is None:
+    return Before(masks, {})
+  sizes = {path: jnp.abs(g) for path, g in flatten(grads)}
+  return Before(masks, _variances("grad_abs_var", sizes, masks))
 
 
 def second_moments(opt_state: Any, params: Any) -> dict[str, jax.Array]:

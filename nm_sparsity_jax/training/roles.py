@@ -67,17 +67,18 @@ def register(
                  only beside a bias that has the shape of the outputs, or where a parameter with
                  one axis, such as a norm's, stands in its block.
   """
-  for regex in (*roles.values(), *(narrow or {}).values(), *(layouts or {})):
+  made = _Family(roles, narrow or {}, layouts or {})
+  for regex in (*made.roles.values(), *made.narrow.values()):
     compiled(regex, f"the family {family!r}")
-  for regex, texts in (layouts or {}).items():
+  for regex, texts in made.layouts.items():
+    has_stack = "stack" in compiled(regex, f"the family {family!r}").groupindex
     for layout in texts.split():
-      has_stack = "stack" in compiled(regex, "a family").groupindex
       if not re.fullmatch(r"[ios.]*i[ios.]*", layout) or ("s" in layout and not has_stack):
         raise ValueError(
           f"the family {family!r}: the layout {layout!r} needs an 'i', no other letters than i, o, "
           "s and '.', and with an 's' a folder (?P<stack>...) in its regex."
         )
-  _families[family] = _Family(roles, narrow or {}, layouts or {})
+  _families[family] = made
 
 
 # Python's own cache keeps 512 patterns, and a large network has more.
@@ -279,12 +280,11 @@ register(
 # timm's names, in the order of flax: those of `models.vit`, `models.swin` and `models.resnet`. A
 # fused kernel is one of your own; the models here keep q, k and v apart.
 _BLOCK = r"(.*/)?blocks(_\d+)?/"
-_PATCHES = r"patch_embed/proj/kernel"
 _TIMM_BLOCK = {
   "ff": _BLOCK + r"mlp/fc[12]/kernel",
   **{role: _BLOCK + f"attn/{role}/kernel" for role in "qkv"},
   "o": _BLOCK + r"attn/proj/kernel",
-  "stem": _PATCHES,
+  "stem": r"patch_embed/proj/kernel",
 }
 register(
   "timm_vit",

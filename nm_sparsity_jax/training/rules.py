@@ -30,10 +30,9 @@ _POLICIES = ("error", "skip", "pad")
 _log = logging.getLogger(__name__)
 _Shapes = tuple[tuple[str, tuple[int, ...]], ...]  # (path, shape) of each parameter
 
-# A module that flax named `Conv_0`, or one of these roles, is a convolution, whose kernel is
-# (..., in, out). Names that a user chose tell nothing: it may be a transposed convolution.
+# A module that flax named `Conv_0` is a convolution, whose kernel is (..., in, out). Names that a
+# user chose tell nothing: it may be a transposed convolution.
 _CONV = re.compile(r"(.*/)?Conv_\d+/kernel")
-_CONV_ROLES = ("stem", "conv", "shortcut")
 # flax's and Keras' own names; such a kernel may be (out, in).
 _EINSUM = re.compile(r"(.*/)?(Einsum_\d+|einsum_dense(_\d+)?)/kernel")
 
@@ -82,7 +81,7 @@ class Rules:
         "recipe, such as {'ff': nms.recipe('sr_ste', pattern='1:8', phases=nms.Phases(total=...))}"
         f" (for a dense run 'dense'), and one of {', '.join(_POLICIES)}."
       )
-    axes = {regex: _one_or_several(axis) for regex, axis in (self.axes or {}).items()}
+    axes = {regex: _one_or_several(axis) for regex, axis in self.axes.items()}
     object.__setattr__(self, "places", dict(self.places))
     object.__setattr__(self, "axes", axes)
     object.__setattr__(self, "optional", tuple(sorted(self.optional)))
@@ -294,11 +293,8 @@ class Rules:
     """
     shapes = _shapes(params)
     # One update asks a dozen times, so the answer is kept by the shapes of the tree.
-    if shapes not in self._assigned:
-      self._assigned[shapes] = self._assign(shapes)
-    return self._assigned[shapes]
-
-  def _assign(self, shapes: _Shapes) -> Assignment:
+    if shapes in self._assigned:
+      return self._assigned[shapes]
     known, sites, skipped, dense = dict(shapes), {}, {}, []
     ambiguous: list[str] = []
     for path, shape in shapes:
@@ -327,7 +323,8 @@ class Rules:
         "axes={'.*/kernel': 0} (gin: SPARSITY_AXES)."
       )
     self._check_all_used(known)
-    return Assignment(sites, skipped, tuple(dense))
+    self._assigned[shapes] = assignment = Assignment(sites, skipped, tuple(dense))
+    return assignment
 
   def _check_all_used(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
     """Refuses places and axes that name no parameter: a wrong word would change nothing."""
@@ -374,7 +371,7 @@ def _default_axis(path: str, shapes: Mapping[str, tuple[int, ...]]) -> masks.Axi
     return None
   if len(shape) == 2:
     return None if _EINSUM.fullmatch(path) else 0
-  is_conv = _CONV.fullmatch(path) or roles.role_of(path) in _CONV_ROLES
+  is_conv = _CONV.fullmatch(path) or roles.role_of(path) in ("stem", "conv", "shortcut")
   # The window has 1, 2 or 3 dimensions; in and out are two more.
   return -2 if 3 <= len(shape) <= 5 and is_conv else None
 

@@ -19,6 +19,7 @@ from nm_sparsity_jax.recipes import RECIPES, Recipe, recipe
 from nm_sparsity_jax.training.rules import Rules
 
 _PAGE = 4096  # bytes; most rules take one page, so other rules do not change the shape of a state
+_MOST_TEXT = 1 << 20
 _PLACE = re.compile(r"(.+): ([^\W\d]\w*)(?: (\d+:\d+))?((?:, \w+=.*)?)")
 
 
@@ -97,4 +98,8 @@ def pack(text: str) -> np.ndarray:
 
 def unpack(data: np.ndarray) -> str:
   """Returns the text that `pack` was given."""
-  return zlib.decompress(np.asarray(data).tobytes()).decode()
+  inflating = zlib.decompressobj()
+  text = inflating.decompress(np.asarray(data).tobytes(), _MOST_TEXT)
+  if inflating.unconsumed_tail:  # a checkpoint is anybody's file
+    raise ValueError(f"the text of its rules has more than {_MOST_TEXT:,} bytes")
+  return text.decode()

@@ -34,7 +34,7 @@ class Site:
   path: str
   recipe: Recipe
   groups: Groups
-  place: str = ""
+  place: str
 
   @property
   def pattern(self) -> NM:

@@ -280,7 +280,6 @@ def sr_ste(rules: Rules) -> optax.GradientTransformationExtraArgs:
     return SrSteState(jnp.zeros((), jnp.int32))
 
   def update(updates, state, params=None, *, nm_state: stored.State | None = None, **extra):
-    del extra
     updates = add_sr_ste(updates, params, rules, state.count, nm_state)
     return updates, SrSteState(state.count + 1)
 
@@ -333,11 +332,9 @@ def count_steps() -> optax.GradientTransformation:
   """
 
   def init(params):
-    del params
     return CountStepsState(jnp.zeros((), jnp.int32))
 
   def update(updates, state, params=None):
-    del params
     return updates, CountStepsState(state.count + 1)
 
   return optax.GradientTransformation(init, update)
