@@ -195,7 +195,7 @@ def density(final, row, pattern: str, rules: nms.Rules) -> float:
   proof = nms.verify(final, rules)
   if not proof.ok:
     raise AssertionError(f"{row} at {pattern} is not what it should be:\n{proof}")
-  return float(np.mean([p.density for p in proof.places]))
+  return float(np.mean([p.density for p in proof.sites]))
 
 
 def _short(x) -> float | int:

@@ -83,9 +83,9 @@ def step_of(loss_of, rules, floor):
   tx = optax.chain(nms.sr_ste(rules), optax.adamw(1e-4))
 
   def threshold(params):
-    places, half = rules.assign(params).places, jnp.float32(0.5)
+    sites, half = rules.assign(params).sites, jnp.float32(0.5)
     mask = lambda w: gradients.blend(w, jnp.abs(w) > 0.02, half, floor)
-    return trees.map_with_names(lambda path, w: mask(w) if path in places else w, params)
+    return trees.map_with_names(lambda path, w: mask(w) if path in sites else w, params)
 
   def step_fn(params, opt_state, state, batch):
     step = nms.step_count(opt_state)

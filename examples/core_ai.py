@@ -48,7 +48,7 @@ def without_zeros(program, params, pattern):
   """Returns a Core AI program whose weights are stored without their zeros."""
   # coreai-opt drops weights of a group that is too full, and says nothing.
   report = nms.verify(params, rules_of(pattern))
-  if bad := sum(p.bad_groups for p in report.places):
+  if bad := sum(p.bad_groups for p in report.sites):
     raise ValueError(f"{bad:,} groups are not {pattern} along the inputs: coreai-opt would prune.")
   kept = nms.NM.parse(pattern)
   return sparsify_weights(  # it counts the zeros

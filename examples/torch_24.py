@@ -34,7 +34,7 @@ def check(params, dtype):
     raise ValueError(f"of {dtype} torch keeps 1 weight of 2: take one of {FITS}.")
   # Torch looks at groups of 4, whatever was trained: 1:8 is 2:4 too, and 4:8 is not.
   report = nms.verify(params, rules_of("2:4"))
-  if bad := [f"{p.bad_groups:,} groups of {p.path!r}" for p in report.places if p.bad_groups]:
+  if bad := [f"{p.bad_groups:,} groups of {p.path!r}" for p in report.sites if p.bad_groups]:
     raise ValueError(
       f"torch keeps 2 weights of 4, and {' and '.join(bad)} have more: train a pattern with at "
       "most 2 in any 4, such as 2:4, 2:8 or 1:8."

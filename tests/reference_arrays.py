@@ -57,7 +57,7 @@ def check_timeline(recipe, patterns, decays):
       assert s.pattern == pattern, step
   settled = [not d and p == recipe.pattern for d, p in zip(decays, patterns, strict=False)]
   *_, first = [i for i in range(recipe.phases.total) if not settled[i]] or [-1]
-  assert recipe.target_from(16) == (first + 1 if recipe.name != "dense" else 0)
+  assert recipe.target_from(16) == first + 1
 
 
 class Reference:

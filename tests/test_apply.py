@@ -185,7 +185,7 @@ def test_verify_of_what_is_not_finite_and_of_no_weight():
   assert "every weight is zero" in str(report(w))
   w[0, 0], w[5, 1] = np.nan, np.inf
   found = report(w)
-  assert not found.ok and found.places[0].not_finite == 2 and "2 inf or NaN" in str(found)
+  assert not found.ok and found.sites[0].not_finite == 2 and "2 inf or NaN" in str(found)
   assert not nms.verify(tree(weights(0)), nms.Rules({"ff": nms.recipe("dense")})).ok
   skipped = report(np.zeros((6, 1), np.float32), indivisible="skip")
   assert not skipped.ok and list(skipped.skipped) == ["a/kernel"] and "skipped" in str(skipped)

@@ -77,7 +77,7 @@ def folder(tmp_path, monkeypatch):
   before = dict(RECIPES)
   yield tmp_path
   for name in RECIPES.keys() - before.keys():
-    del registry._recipes[name]
+    del registry.RECIPES[name]
 
 
 @of("python")

@@ -31,6 +31,6 @@ def test_verify_knows_each_pattern(name):
   pattern = np.arange(256) % (1 << width)  # without the high bits of a short one
   is_used = np.array([p not in zeros for p in pattern])
   twice = {"a": {"kernel": np.stack([values, values])}}  # each column is one group: x, x
-  (found,) = nms.verify(twice, rules("1:2")).places
+  (found,) = nms.verify(twice, rules("1:2")).sites
   assert (found.bad_groups, found.density) == (is_used.sum(), is_used.mean())
   assert found.not_finite == 2 * sum(p in not_finite for p in pattern)

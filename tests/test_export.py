@@ -102,7 +102,7 @@ def test_export_writes_timms_names_with_the_zeros_and_proves_them(name, tmp_path
   file = tmp_path / "model.safetensors"
   report = report_of(capsys, "export", tmp_path / "run", file)
   assert report["ok"]
-  assert len(report["places"]) > 5 and not any(p["bad_groups"] for p in report["places"])
+  assert len(report["sites"]) > 5 and not any(p["bad_groups"] for p in report["sites"])
   images.assert_same(timm.read(file), variables)
   # And back: `verify` reads the file.
   first, second = images.PLACES[name]
@@ -132,7 +132,7 @@ def test_export_writes_a_folder_with_the_zeros_and_proves_them(name, scan, tmp_p
   out = tmp_path / "model"
   report = report_of(capsys, "export", tmp_path / "run", out)
   assert report["ok"]
-  assert len(report["places"]) > 10 and not any(p["bad_groups"] for p in report["places"])
+  assert len(report["sites"]) > 10 and not any(p["bad_groups"] for p in report["sites"])
   t5.assert_same(huggingface.read(out, t5.config_of_name(name, scan_layers=scan)), params)
   # And back: `verify` reads the folder.
   assert run("verify", out, "--rules", RULES) == 0

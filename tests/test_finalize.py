@@ -84,7 +84,7 @@ def test_zeros_are_those_of_finalize_and_are_proven(
   run = Run(recipe, dtype=dtype)
   run.write(tmp_path / "run", kind)
   code, before = command("verify", "run")
-  assert code == 1 and all(p["bad_groups"] == p["groups"] for p in before["places"])
+  assert code == 1 and all(p["bad_groups"] == p["groups"] for p in before["sites"])
   code, report = command("finalize", "run", "out")
   path = "out/checkpoint_112"
   assert not code and report["ok"] and report["checkpoint"] == path
@@ -102,10 +102,10 @@ def test_zeros_are_those_of_finalize_and_are_proven(
 
   # What was removed, place by place, against a plain sum.
   params = dict(flatten(run.params))
-  for place in report["places"]:
-    w = abs(params[place["path"]].astype(np.float64))
-    gone = np.asarray(want[place["path"]]) == 0
-    assert report["removed"][place["path"]] == pytest.approx(w[gone].sum() / w.sum())
+  for site in report["sites"]:
+    w = abs(params[site["path"]].astype(np.float64))
+    gone = np.asarray(want[site["path"]]) == 0
+    assert report["removed"][site["path"]] == pytest.approx(w[gone].sum() / w.sum())
 
   code, again = command("finalize", path, "again")
   assert not code and {*again["removed"].values()} == {0}
@@ -153,7 +153,7 @@ def test_a_stacked_kernel_needs_its_axis(command, tmp_path):
   code, text = command("verify", path, *flags)
   assert code == 1 and "(8, 3, 4)" in text and "axes=" in text
   _, report = command("verify", path, *flags, *axes)
-  assert [(p["axis"], p["groups"]) for p in report["places"]] == [(0, 2 * 3 * 4)]
+  assert [(p["axis"], p["groups"]) for p in report["sites"]] == [(0, 2 * 3 * 4)]
   # What `finalize` notes has the axes, which other rules take over.
   assert not command("finalize", path, tmp_path / "out", *flags, *axes)[0]
   assert not command("verify", tmp_path / "out", "--rules", "{'ff': '2:4'}")[0]

@@ -16,7 +16,7 @@ from reference_arrays import magnitude, ranks
 
 from nm_sparsity_jax.core import masks
 from nm_sparsity_jax.core.masks import magnitude_mask, nm_mask, tpu
-from nm_sparsity_jax.core.masks.selection import Kept
+from nm_sparsity_jax.core.masks.selection import KeepSpec
 from nm_sparsity_jax.core.patterns import NM
 
 FLOATS = ("float32", "bfloat16", "float16")
@@ -88,10 +88,10 @@ def program(m, axis):
     traced = [big(1, n=n), big(last, n=n, settles=True)]
     below = [big(1, n=n, parent=parent)]
     axes = masks.check_axis(x.shape, axis)
-    if tpu.serves(x, Kept(m), axes):
+    if tpu.serves(x, KeepSpec(m), axes):
       kernel = functools.partial(tpu.mask, x, axes=axes, interpret=True)
-      traced += [kernel(n, None, kept=kept) for kept in (Kept(m), Kept(m, last=last))]
-      of = lambda k: kernel(jnp.int32(k), parent, kept=Kept(m, k))
+      traced += [kernel(n, None, kept=kept) for kept in (KeepSpec(m), KeepSpec(m, last=last))]
+      of = lambda k: kernel(jnp.int32(k), parent, kept=KeepSpec(m, k))
       static |= {k: (*found, of(k)) for k, found in static.items()}
     return static, traced, below
 
@@ -155,8 +155,8 @@ def test_groups_longer_than_16_bits_count():
 
 
 @pytest.mark.parametrize("name", ["cpu", "tpu"])
-def test_only_a_cpu_pins_by_a_remainder(name):
-  lowered = jax.jit(masks.pinned).trace(jnp.uint32(1)).lower(lowering_platforms=(name,))
+def test_only_a_cpu_computes_once_by_a_remainder(name):
+  lowered = jax.jit(masks.computed_once).trace(jnp.uint32(1)).lower(lowering_platforms=(name,))
   assert ("stablehlo.remainder" in lowered.as_text()) == (name == "cpu")
 
 

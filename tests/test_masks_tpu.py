@@ -17,7 +17,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 import nm_sparsity_jax as nms
 from nm_sparsity_jax.core import groups
 from nm_sparsity_jax.core.masks import magnitude_mask, tpu
-from nm_sparsity_jax.core.masks.selection import Kept
+from nm_sparsity_jax.core.masks.selection import KeepSpec
 
 AWKWARD = np.array([0, -0.0, 1e-40, -1e-40, 1, -1, 2, np.inf, -np.inf, np.nan], np.float32)
 KERNEL = "tpu_custom_call"
@@ -48,7 +48,7 @@ def test_any_shape_and_axis_as_it_lies_on_a_tpu(i, name):
   pattern = ("1:8", "2:8", "3:16")[i % 3]
   shape, axes = SHAPES[name]
   w, pattern = weights(shape), nms.NM.parse(pattern)
-  kept = Kept(pattern.m, pattern.n)
+  kept = KeepSpec(pattern.m, pattern.n)
   got = jax.jit(lambda w: tpu.mask(w, jnp.int32(0), kept=kept, axes=axes, interpret=True))(w)
   np.testing.assert_array_equal(got, magnitude_mask(w, pattern, axes))
 

@@ -179,7 +179,7 @@ def test_the_axes_of_attention_are_known_or_asked_of_the_forward_pass(module, ax
   x, rules = jnp.ones((2, 3, 8 if certain else 16)), nms.Rules({"qkv": recipe, "o": recipe})
   graph, params, rest = nnx.split(model, nnx.Param, ...)
   traced = rules.for_model(lambda p, x: nnx.merge(graph, p, rest, copy=True)(x), params, x)
-  sites = traced.assign(params).places
+  sites = traced.assign(params).sites
   assert [sites[path].axis for path in sorted(sites)] == [axes[0], axes[1], axes[0], axes[0]]
   if certain:
     assert traced == rules  # test_trace.py holds a trace against derivatives

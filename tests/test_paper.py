@@ -75,7 +75,7 @@ def test_a_row_is_planned_and_its_run_is_matched_with_it(row, tmp_path, shapes):
     assignment = (rules.with_logical_axes(axes) if axes else rules).assign(params)
     timelines = contents.schedule(assignment)
     (tmp_path / "config.gin").write_text(c.text())
-  patterns = {str(place.pattern) for place in assignment.places.values()}
+  patterns = {str(site.pattern) for site in assignment.sites.values()}
   assert patterns == {*row.published["places"].values()}
   assert all(t["segments"][-1]["last_D"] == 0 for t in timelines)
   run = run_folder.Run(tmp_path)

@@ -61,8 +61,8 @@ def vocabulary():
   """The recipes, put back afterwards."""
   before = dict(RECIPES)
   yield
-  registry._recipes.clear()
-  registry._recipes.update(before)
+  registry.RECIPES.clear()
+  registry.RECIPES.update(before)
 
 
 @pytest.mark.usefixtures("vocabulary")

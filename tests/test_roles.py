@@ -202,7 +202,7 @@ def test_a_family_from_outside_adds_to_the_vocabulary(monkeypatch):
   for shape, axis in (((2, 4, 8), (0, 1)), ((8, 4), 0)):
     shapes = {paths[0]: shape, "scale": (8,)}
     params = nested({path: jax.ShapeDtypeStruct(x, "float32") for path, x in shapes.items()})
-    assert nms.Rules({"ff": RECIPE}).assign(params).places[paths[0]].axis == axis
+    assert nms.Rules({"ff": RECIPE}).assign(params).sites[paths[0]].axis == axis
   for layout in ("oo", "IO", "sio"):
     with pytest.raises(ValueError, match="layout"):
       roles.register("own", own, layouts={"b/kernel": layout})
@@ -234,7 +234,7 @@ def test_maxtext_kernels_have_the_axes_of_their_layers(scan_axis, layers):
   folder = next(iter(shapes)).split("/self_attention")[0]
   shapes[f"{folder}/norm/scale"] = jax.ShapeDtypeStruct(norm, "float32")
   rules = nms.Rules(dict.fromkeys(("ff", "q", "qkv", "o"), RECIPE), optional=("qkv",))
-  sites = rules.assign(nested(shapes)).places
+  sites = rules.assign(nested(shapes)).sites
   assert {path: site.groups.axes for path, site in sites.items()} == wanted
 
 
@@ -260,4 +260,4 @@ def test_a_trace_agrees_with_a_layout_across_the_layers():
     return jnp.einsum("bhk,hlke->ble", x, w) * scale.T[None]
 
   found = rules.for_model(forward, params, jax.ShapeDtypeStruct((3, 4, 8), "float32"))
-  assert found == rules and found.assign(params).places[path].axis == (0, 2)
+  assert found == rules and found.assign(params).sites[path].axis == (0, 2)

@@ -44,14 +44,14 @@ def test_a_place_is_a_regex_of_the_whole_path():
 def test_the_first_place_that_names_a_parameter_owns_it():
   params = tree({"a/kernel": (8, 8), "head/kernel": (8, 8)})
   rules = nms.Rules({"head/kernel": nms.recipe("dense"), ".*/kernel": LINEAR})
-  assert list(rules.assign(params).places) == ["a/kernel"]
+  assert list(rules.assign(params).sites) == ["a/kernel"]
   maybe = nms.Rules({"b/kernel": OTHER, **rules.places}, {"b/kernel": 1}, optional=["b/kernel"])
-  assert list(maybe.assign(params).places) == ["a/kernel"]
+  assert list(maybe.assign(params).sites) == ["a/kernel"]
   either = nms.Rules({"a/kernel|b/kernel": LINEAR}, optional=["a/kernel|b/kernel"])
-  assert list(either.assign(params).places) == ["a/kernel"]
+  assert list(either.assign(params).sites) == ["a/kernel"]
   assert rules_text.parse(rules_text.describe(maybe)) == maybe != rules
   # A leaf that is no array, as in an equinox model.
-  assert list(rules.assign({**params, "act": jax.nn.relu, "bias": None}).places) == ["a/kernel"]
+  assert list(rules.assign({**params, "act": jax.nn.relu, "bias": None}).sites) == ["a/kernel"]
 
 
 X = jax.ShapeDtypeStruct((8, 8), jnp.float32)
@@ -103,7 +103,7 @@ def test_what_is_unusual_is_said_in_the_table_and_the_log(recipe, length, policy
   rules, params = nms.Rules({"ff": recipe}, indivisible=policy), tree({WI: (length, 3)})
   found = rules.assign(params)
   assert remark in caplog.text and remark in str(found) and bool(caplog.text) == bool(remark)
-  assert (list(found.skipped), list(found.places)) == (
+  assert (list(found.skipped), list(found.sites)) == (
     ([WI], []) if policy == "skip" else ([], [WI])
   )
 
@@ -147,7 +147,7 @@ def test_axes_that_names_and_shapes_tell(path, shape, bias, axis):
     with pytest.raises(ValueError, match="axes="):
       rules.assign(params)
     rules, axis = rules.with_axes({path: -1}), -1
-  assert rules.assign(params).places[path].axis == axis
+  assert rules.assign(params).sites[path].axis == axis
 
 
 def test_the_first_axis_that_is_named_counts():
@@ -155,9 +155,9 @@ def test_the_first_axis_that_is_named_counts():
   places = {"[ab]/kernel": LINEAR, "ff": nms.recipe("dense")}  # which counts as a rule
   rules = nms.Rules(places, axes={"a/kernel": -1, ".*/kernel": [0, 1]})
   found = rules.assign(params)
-  assert [site.axis for site in found.places.values()] == [-1, (0, 1)]
+  assert [site.axis for site in found.sites.values()] == [-1, (0, 1)]
   more = rules.with_axes({"b/kernel": 1, "a/kernel": 1}).assign(params)
-  assert [site.axis for site in more.places.values()] == [1, 1] and found.dense == (WI,)
+  assert [site.axis for site in more.sites.values()] == [1, 1] and found.dense == (WI,)
 
 
 def test_logical_names_tell_the_axis_of_a_stacked_kernel():
@@ -166,7 +166,7 @@ def test_logical_names_tell_the_axis_of_a_stacked_kernel():
   rules, params = nms.Rules({".*": LINEAR}), {"attention": {"out": {"kernel": box}}}
   for axes, axis in (({}, (0, 2)), ({".*": 3}, 3)):
     found = dataclasses.replace(rules, axes=axes).with_logical_axes(params).assign(params)
-    assert [site.axis for site in found.places.values()] == [axis]
+    assert [site.axis for site in found.sites.values()] == [axis]
 
 
 # --- a value --------------------------------------------------------------------------------------
@@ -207,9 +207,9 @@ def test_frozen_dicts_boxes_and_nnx_states():
     {"mlp": {"wi": {"kernel": nn.Partitioned(kernel, names=("embed", "mlp"))}}},
     nnx.state(Block(nnx.Rngs(0)), nnx.Param),
   ):
-    places = rules.assign(params).places
+    sites = rules.assign(params).sites
     nnx_paths = ["layers/0/kernel", "layers/1/kernel", "value/kernel"]
-    assert sorted(places) == (nnx_paths if isinstance(params, nnx.State) else [WI])
+    assert sorted(sites) == (nnx_paths if isinstance(params, nnx.State) else [WI])
     done = nms.finalize(nms.sparsify(params, rules, 90), rules, 90)
     assert jax.tree.structure(done) == jax.tree.structure(params)
     assert nms.verify(done, rules).ok and not nms.verify(params, rules).ok

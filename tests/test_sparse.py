@@ -310,7 +310,7 @@ def test_parameters_of_bfloat16():
   assert {x.dtype.name for x in jax.tree.leaves(opt.dense)} == {"float32"}
   kinds = {x.dtype.name for x in jax.tree.leaves((params, opt.inner_state[0].mu))}
   assert kinds == {"bfloat16"}
-  for name in RULES.assign(at(params, 0)).places:
+  for name in RULES.assign(at(params, 0)).sites:
     w = np.asarray(params[name.split("/")[0]]["kernel"][-1])
     assert is_two_of_eight(w) and np.isfinite(w).all()
 

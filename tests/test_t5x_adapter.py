@@ -60,7 +60,7 @@ def test_a_run_counts_equals_dense_at_first_and_ends_sparse(network, optimizer, 
   # Exactly n:m is also what the model predicts with now.
   assert_equal(effective(state.params, state.flax_mutables), final)
   report = nms.verify(final, rules)
-  assert report.ok and {p.density for p in report.places} == {0.25}, str(report)
+  assert report.ok and {p.density for p in report.sites} == {0.25}, str(report)
 
 
 def test_the_recipe_dense_is_t5xs_own_run_bit_for_bit():
@@ -165,7 +165,7 @@ def test_loss_scores_and_predictions_are_those_of_the_effective_weights(network)
   sparse = jax.jit(model.effective)(state.params, state.flax_mutables)
   weights = dict(flatten(state.params))
   changed = {k for k, w in flatten(sparse) if (w != weights[k]).any()}
-  assert changed == set(model.stored_rules.assign(state.params).places)
+  assert changed == set(model.stored_rules.assign(state.params).sites)
 
   def seen(model, params, **mutables):
     run = lambda p: {

@@ -124,11 +124,11 @@ def test_a_dense_checkpoint_loads(kind, network, optimizer, tmp_path):
   begun = begin(model, state=restored, pretrained_steps=STEP).train_state
   assert int(begun.step) == STEP and int(mine(begun)["step"]) == 0
   assert_equal(begun.params, state.params)
-  weights, places = dict(flatten(begun.params)), model.stored_rules.assign(begun.params).places
+  weights, sites = dict(flatten(begun.params)), model.stored_rules.assign(begun.params).sites
   masks = dict(flatten(mine(begun)["mask"]))
-  assert masks.keys() == places.keys()
+  assert masks.keys() == sites.keys()
   for path, mask in masks.items():
-    want = nms.nm_mask(jnp.abs(weights[path]), nms.NM.parse("1:4"), places[path].axis)
+    want = nms.nm_mask(jnp.abs(weights[path]), nms.NM.parse("1:4"), sites[path].axis)
     np.testing.assert_array_equal(mask, want, err_msg=path)
 
 

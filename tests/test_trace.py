@@ -178,7 +178,7 @@ def rules_for(*paths, **fields):
 
 
 def axes_of(rules, params):
-  return {path: place.groups.axes for path, place in rules.assign(params).places.items()}
+  return {path: site.groups.axes for path, site in rules.assign(params).sites.items()}
 
 
 def derivatives(function, params, x):
@@ -277,7 +277,7 @@ REFUSED = {
   # Loops.
   "scan, swapped": (
     lambda p, x, d: in_scan(lambda w, v, h: (v, w, h @ w @ v.T), p["w"], p["v"], x),
-    "turn to turn"),
+    "trip to trip"),
   "while": (
     lambda p, x, d: jax.lax.while_loop(lambda h: h.sum() > 1, lambda h: h @ p["w"], x),
     "data.*while"),

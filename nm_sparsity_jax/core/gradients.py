@@ -39,7 +39,7 @@ def blend(w: jax.Array, mask: jax.Array, decay: jax.Array, mode: str) -> jax.Arr
   Returns:
     Shape and dtype of `w`.
   """
-  decay = pinned(lax.stop_gradient(decay))
+  decay = computed_once(lax.stop_gradient(decay))
   return _blend(w, checkpoint_name(mask, "nm_mask"), decay, mode)
 
 
@@ -64,9 +64,9 @@ def _blend_jvp(mode, primals, tangents):
   return out, change
 
 
-def pinned(decay: jax.Array) -> jax.Array:
+def computed_once(decay: jax.Array) -> jax.Array:
   """Returns D, computed once: XLA on a CPU would repeat its arithmetic in every kernel."""
-  bits = masks.pinned(lax.bitcast_convert_type(decay, jnp.uint32))
+  bits = masks.computed_once(lax.bitcast_convert_type(decay, jnp.uint32))
   return lax.bitcast_convert_type(bits, jnp.float32)
 
 

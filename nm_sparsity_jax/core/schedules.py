@@ -20,6 +20,10 @@ import numpy as np
 
 from nm_sparsity_jax.core.patterns import NM
 
+# The step where none was given, or where a stored mask is wrong. A traced value cannot raise, so
+# each recipe makes D and the weights NaN at a step below 0, and NaN is seen.
+NO_STEP = np.int32(-1)
+
 
 def as_step(step: jax.Array | int) -> jax.Array:
   """Returns `step` as an int32 scalar; refuses floats, and arrays with axes."""

@@ -1,6 +1,6 @@
 """Which axes of each parameter a program contracts, and its multiply-adds, read off its jaxpr.
 
-    function, params, inputs -> [jax.make_jaxpr] -> equations -> [_Walk] -> Traced
+    function, params, inputs -> [jax.make_jaxpr] -> equations -> [_Walk] -> Contractions
 
 Values that depend on parameters alone are followed through transposes, reshapes, casts, slices and
 loops, up to the product with data. A value in which the axes of a parameter cannot be told any more
@@ -25,14 +25,14 @@ from nm_sparsity_jax.core.trees import flatten
 
 
 @dataclasses.dataclass(frozen=True)
-class Traced:
+class Contractions:
   """What a program does with its parameters.
 
   Attributes:
     axes: path -> the axes, ascending, that every product of a parameter sums over.
     refused: path -> why no such axes are known. Each parameter is here or in `axes`.
     shapes: path -> shape of the parameter.
-    macs: path -> multiply-adds of its products, with those of all turns of a loop. Parameters that
+    macs: path -> multiply-adds of its products, with those of all trips of a loop. Parameters that
       meet in one product, such as joined kernels, share them by size.
     others: the products of no parameter that could be followed, such as attention scores: the names
       of the scopes around the equation, as jax has them, and its multiply-adds.
@@ -45,11 +45,11 @@ class Traced:
   others: Sequence[tuple[str, int]]
 
 
-def trace(function: Callable[..., Any], params: Any, *inputs: Any) -> Traced:
+def trace(function: Callable[..., Any], params: Any, *inputs: Any) -> Contractions:
   """Returns what a program does with its parameters.
 
   A parameter is refused where data meets it outside of a product, as in `x @ (w * keep)`, where two
-  products sum over different axes of it, where a loop changes it from turn to turn, and in a
+  products sum over different axes of it, where a loop changes it from trip to trip, and in a
   mixture. A product with a one-hot is a look-up: no axis is contracted, and no arithmetic counts.
   A `cond` counts as all of its branches, and `shard_map` as the sum of its devices. The inside of a
   Pallas kernel is not seen, nor that of a `while` loop, which has no gradient to train by.
@@ -93,7 +93,7 @@ def trace(function: Callable[..., Any], params: Any, *inputs: Any) -> Traced:
       refused[path] = f"products sum over axes {' and '.join(map(str, found))} of it"
     else:
       axes[path] = found[0]
-  return Traced(axes, refused, shapes, dict(walk.macs), walk.others)
+  return Contractions(axes, refused, shapes, dict(walk.macs), walk.others)
 
 
 # --- what is known of a value ---------------------------------------------------------------------
@@ -143,7 +143,10 @@ def _lost(known: Sequence[_Value], why: str) -> _Value:
 
 
 class _Walk:
-  """Goes through equations, and notes what happens to parameters."""
+  """An abstract interpreter, shaped like `jax.core.eval_jaxpr`: a `_Value` in place of each array.
+
+  It notes what happens to parameters on the way.
+  """
 
   def __init__(self, sizes: Mapping[str, int]):
     self.sizes = sizes
@@ -154,14 +157,14 @@ class _Walk:
     self.others: list[tuple[str, int]] = []
 
   def run(
-    self, jaxpr: Any, values: Sequence[_Value], turns: int = 1, scope: str = ""
+    self, jaxpr: Any, values: Sequence[_Value], trips: int = 1, scope: str = ""
   ) -> list[_Value]:
     """Returns what is known of the outputs.
 
     Args:
       jaxpr: the equations.
       values: what is known of the inputs.
-      turns: how often loops and devices around it run it.
+      trips: how often loops and devices around it run it.
       scope: names of the scopes around it.
     """
     # Constants of the jaxpr are in no table: what a function closes over is no data.
@@ -169,25 +172,25 @@ class _Walk:
     get = lambda v: _CONSTANT if isinstance(v, core.Literal) else env.get(v, _CONSTANT)
     for eqn in jaxpr.eqns:
       around = "/".join(filter(None, (scope, str(eqn.source_info.name_stack))))
-      outs = self._equation(eqn, [get(v) for v in eqn.invars], turns, around)
+      outs = self._equation(eqn, [get(v) for v in eqn.invars], trips, around)
       env.update(zip(eqn.outvars, outs, strict=True))
     return [get(v) for v in jaxpr.outvars]
 
-  def _equation(self, eqn: Any, known: list[_Value], turns: int, scope: str) -> Sequence[_Value]:
+  def _equation(self, eqn: Any, known: list[_Value], trips: int, scope: str) -> Sequence[_Value]:
     """Returns what is known of the outputs of one equation."""
     name, params = eqn.primitive.name, eqn.params
     if name in _PRODUCTS:
-      return [self._product(eqn, known[:2], turns, scope)]
+      return [self._product(eqn, known[:2], trips, scope)]
     if name == "scan":
-      return self._scan(eqn, known, turns, scope)
+      return self._scan(eqn, known, trips, scope)
     if name == "cond":
-      found = [self.run(branch.jaxpr, known[1:], turns, scope) for branch in params["branches"]]
+      found = [self.run(branch.jaxpr, known[1:], trips, scope) for branch in params["branches"]]
       return [self._either(outs) for outs in zip(*found, strict=True)]
     if (inner := _inner(eqn)) is not None:
       if name == "shard_map":  # what it calls is the program of one device
         manual = params.get("newly_manual_axes", params.get("manual_axes"))  # JAX 0.9: the second
-        turns *= math.prod(params["mesh"].shape[a] for a in manual)
-      return self.run(inner, known, turns, scope)
+        trips *= math.prod(params["mesh"].shape[a] for a in manual)
+      return self.run(inner, known, trips, scope)
     # What has a jaxpr of other arguments, such as a Pallas kernel, goes on as any other primitive.
     if name in _EACH_ALONE:
       return known
@@ -221,7 +224,7 @@ class _Walk:
       outs = self._lose_to_data(outs, "cond")
     return _Value(is_data, tuple(dict.fromkeys(t for value in outs for t in value.tracks)))
 
-  def _product(self, eqn: Any, known: list[_Value], turns: int, scope: str) -> _Value:
+  def _product(self, eqn: Any, known: list[_Value], trips: int, scope: str) -> _Value:
     """Notes a product; what it returns is data, or has lost its weights."""
     weights = _weights(known)
     if any(value.kind == "one-hot" for value in known):
@@ -229,14 +232,14 @@ class _Walk:
       return _DATA  # rows of a table are data, whoever picks them
     product = _PRODUCTS[eqn.primitive.name](eqn)
     of_data = all(value.is_data for value in known)
-    for value, summed, kept in zip(known, product.summed, product.kept, strict=True):
+    for value, contracting, free in zip(known, product.contracting, product.free, strict=True):
       if of_data:
-        mixtures = [track for track in value.tracks if _is_mixture(track, summed, kept)]
+        mixtures = [track for track in value.tracks if _is_mixture(track, contracting, free)]
         self._refuse(mixtures, "data sums over two of its axes in turn: a mixture of kernels")
       for track in _weights([value]):
-        self._contract(track, summed, eqn.primitive.name)
+        self._contract(track, contracting, eqn.primitive.name)
     paths = {track.path for track in weights if track.dims is not None}
-    self._count(paths, product.macs * turns, scope)
+    self._count(paths, product.macs * trips, scope)
     if _any_data(known):
       return _Value(True, () if of_data else _results(eqn, known, product))
     of_weights = all(value.tracks for value in known)
@@ -264,10 +267,10 @@ class _Walk:
     else:
       self.products[track.path][tuple(sorted(summed))] = None
 
-  def _scan(self, eqn: Any, known: list[_Value], turns: int, scope: str) -> list[_Value]:
+  def _scan(self, eqn: Any, known: list[_Value], trips: int, scope: str) -> list[_Value]:
     body = eqn.params["jaxpr"].jaxpr
     # operands: consts | carry | stacked        results: carry | stacked
-    # In a turn, what is stacked has an axis less, and the rest has the same rank. So ranks tell how
+    # In a trip, what is stacked has an axis less, and the rest has the same rank. So ranks tell how
     # many there are of each: JAX 0.10 has these numbers as parameters of a scan, JAX 0.12 others.
     same_rank = lambda inside, outside: sum(
       a.aval.ndim == b.aval.ndim for a, b in zip(inside, outside, strict=True)
@@ -278,12 +281,12 @@ class _Walk:
       value._replace(tracks=tuple(t._replace(dims=t.dims and t.dims[1:]) for t in value.tracks))
       for value in known[consts + carries :]
     ]
-    # A weight that is carried may be another one in the next turn, so it is refused.
-    self._refuse(_weights(known[consts : consts + carries]), "a loop carries it from turn to turn")
+    # A weight that is carried may be another one in the next trip, so it is refused.
+    self._refuse(_weights(known[consts : consts + carries]), "a loop carries it from trip to trip")
     # What is carried is data where data enters the loop at all.
     carry = [_Value(_any_data(known))] * carries
-    outs = self.run(body, [*known[:consts], *carry, *layers], turns * eqn.params["length"], scope)
-    # The axis along which results of turns are stacked is no axis of a parameter.
+    outs = self.run(body, [*known[:consts], *carry, *layers], trips * eqn.params["length"], scope)
+    # The axis along which results of trips are stacked is no axis of a parameter.
     return [*carry, *(_lost([out], "scan") for out in outs[carries:])]
 
 
@@ -310,13 +313,13 @@ class _Product(NamedTuple):
   """A product of two operands.
 
   Attributes:
-    summed: the axes of each that it sums over.
-    kept: the axes of each that the other does not share, which follow one another in a result.
+    contracting: the axes of each that it sums over.
+    free: the axes of each that the other does not share, which follow one another in a result.
     macs: multiply-adds.
   """
 
-  summed: tuple[Sequence[int], Sequence[int]]
-  kept: tuple[Sequence[int], Sequence[int]]
+  contracting: tuple[Sequence[int], Sequence[int]]
+  free: tuple[Sequence[int], Sequence[int]]
   macs: int
 
 
@@ -327,10 +330,10 @@ def _dot(eqn: Any) -> _Product:
     numbers, groups = ragged.dot_dimension_numbers, ragged.rhs_group_dimensions
   else:
     numbers, groups = p["dimension_numbers"], ()
-  summed, shared = numbers
-  left = [a for a in range(len(lhs)) if a not in (*summed[0], *shared[0])]
-  right = [a for a in range(len(rhs)) if a not in (*summed[1], *shared[1], *groups)]
-  return _Product(summed, (left, right), math.prod(lhs) * math.prod(rhs[a] for a in right))
+  contracting, batch = numbers
+  left = [a for a in range(len(lhs)) if a not in (*contracting[0], *batch[0])]
+  right = [a for a in range(len(rhs)) if a not in (*contracting[1], *batch[1], *groups)]
+  return _Product(contracting, (left, right), math.prod(lhs) * math.prod(rhs[a] for a in right))
 
 
 def _conv(eqn: Any) -> _Product:
@@ -352,29 +355,29 @@ def _results(eqn: Any, known: Sequence[_Value], product: _Product) -> tuple[_Tra
   if eqn.primitive.name == "conv_general_dilated":
     return ()
   shape, tracks = eqn.outvars[0].aval.shape, []
-  end = len(shape) - len(product.kept[1])
-  starts = (end - len(product.kept[0]), end)
-  for value, kept, start in zip(known, product.kept, starts, strict=True):
+  end = len(shape) - len(product.free[1])
+  starts = (end - len(product.free[0]), end)
+  for value, free, start in zip(known, product.free, starts, strict=True):
     for track in _weights([value]):
       # A mixture sums over one axis of the weight that is left, and keeps another one.
-      if track.dims is not None and len(_parts(track.dims[a] for a in kept)) > 1:
+      if track.dims is not None and len(_parts(track.dims[a] for a in free)) > 1:
         dims = _foreign(shape)
-        dims[start : start + len(kept)] = [track.dims[a] for a in kept]
+        dims[start : start + len(free)] = [track.dims[a] for a in free]
         tracks.append(_Track(track.path, tuple(dims)))
   return tuple(tracks)
 
 
-def _is_mixture(track: _Track, summed: Sequence[int], kept: Sequence[int]) -> bool:
+def _is_mixture(track: _Track, contracting: Sequence[int], free: Sequence[int]) -> bool:
   """Returns whether `g(x) @ bank` is a blend of kernels, in a product with other data.
 
   It is one where nothing but axes of the weight `bank` is left of it. In attention tokens are left
   of a query as well, also where all heads share their keys. A hypernetwork makes a kernel along one
   axis of its weight, and that weight is contracted along the other.
   """
-  if track.dims is None or not kept:
+  if track.dims is None or not free:
     return False
-  along = _parts(track.dims[a] for a in summed)
-  left = [_parts([track.dims[a]]) for a in kept]
+  along = _parts(track.dims[a] for a in contracting)
+  left = [_parts([track.dims[a]]) for a in free]
   return bool(along) and all(left) and along.isdisjoint(frozenset().union(*left))
 
 
@@ -455,7 +458,7 @@ _SAME_SHAPE = (
   "convert_element_type copy copy_p mul add sub div neg sign abs exp log tanh logistic sqrt rsqrt "
   "integer_pow pow square max min clamp select_n stop_gradient reduce_precision rev round floor "
   "sharding_constraint layout_constraint mesh_cast "
-  "reshard add_any nm_pinned erf cbrt expm1 log1p sin cos is_finite".split()
+  "reshard add_any nm_computed_once erf cbrt expm1 log1p sin cos is_finite".split()
 )
 # The last keeps a slice, on each device, of a sum over devices.
 _RESIZE = "slice dynamic_slice split pad concatenate all_gather reduce_scatter".split()

@@ -52,7 +52,7 @@ def decide(params: Any, rules: Rules, dtype: Any = None) -> tuple[dict[str, NMPa
   packed: dict[str, NMPacked] = {}
   dense: dict[str, str] = {}
   for path, x in flatten(params):
-    site = assignment.places.get(path)
+    site = assignment.sites.get(path)
     if site is None:
       dense[path] = assignment.skipped.get(path, "no rule makes it sparse")
     elif why := _refused(site, x.dtype, dtype or x.dtype):

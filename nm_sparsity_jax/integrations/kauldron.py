@@ -28,6 +28,7 @@ import optax
 from flax import struct
 from kauldron import kd
 
+from nm_sparsity_jax.core.schedules import NO_STEP
 from nm_sparsity_jax.core.trees import flatten
 from nm_sparsity_jax.training import metrics, rules_text, transform
 from nm_sparsity_jax.training.rules import Rules
@@ -81,7 +82,7 @@ class Sparsity(kd.metrics.Metric):
     """Returns what the state of the optimizer tells of a step."""
     (state,) = transform.states(opt_state, transform.SparseState)
     same = jnp.array_equal(state.rules, rules_text.pack(self.rules.text))
-    step = jnp.where(same, state.count, -1)
+    step = jnp.where(same, state.count, NO_STEP)
     dense = transform.dense_params(params, state)
     values = metrics.summary(dense, self.rules, step, state.masks)
     if updates is not None:
@@ -89,26 +90,11 @@ class Sparsity(kd.metrics.Metric):
       after = dict(flatten(optax.apply_updates(params, updates)))
       new = {
         path: after[path] != 0 if site.recipe.stateful else site.mask(after[path], step + 1)
-        for path, site in self.rules.assign(params).places.items()
+        for path, site in self.rules.assign(params).sites.items()
       }
       rate = metrics.flip_rate(metrics.masks_of(dense, self.rules, step, state.masks), new)
       values |= {"nm/flip_rate/all": rate.all, "nm/flip_rate/kept": rate.kept}
     return self.State({name.removeprefix("nm/"): x for name, x in values.items()})
-
-
-def parser() -> argparse.ArgumentParser:
-  """Returns the parser of what this adds to Kauldron's flags."""
-  made = argparse.ArgumentParser(
-    prog="python -m nm_sparsity_jax.integrations.kauldron",
-    description=__doc__,
-    formatter_class=argparse.RawDescriptionHelpFormatter,
-    allow_abbrev=False,
-  )
-  made.add_argument("--distributed", action="store_true", help="this host is one of several")
-  made.add_argument("--coordinator_address", metavar="HOST:PORT", help="of process 0")
-  made.add_argument("--process_count", type=int, metavar="N", help="of all hosts")
-  made.add_argument("--process_index", type=int, metavar="I", help="of this one, from 0")
-  return made
 
 
 def main(argv: Sequence[str]) -> None:
@@ -117,7 +103,17 @@ def main(argv: Sequence[str]) -> None:
   Args:
     argv: the arguments, without the program.
   """
-  args, theirs = parser().parse_known_args(argv)
+  parser = argparse.ArgumentParser(
+    prog="python -m nm_sparsity_jax.integrations.kauldron",
+    description=__doc__,
+    formatter_class=argparse.RawDescriptionHelpFormatter,
+    allow_abbrev=False,
+  )
+  parser.add_argument("--distributed", action="store_true", help="this host is one of several")
+  parser.add_argument("--coordinator_address", metavar="HOST:PORT", help="of process 0")
+  parser.add_argument("--process_count", type=int, metavar="N", help="of all hosts")
+  parser.add_argument("--process_index", type=int, metavar="I", help="of this one, from 0")
+  args, theirs = parser.parse_known_args(argv)
   host = args.coordinator_address, args.process_count, args.process_index
   if args.distributed or host != (None, None, None):
     jax.distributed.initialize(*host)  # It refuses flags that lack another one.

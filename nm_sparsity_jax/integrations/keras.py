@@ -141,7 +141,6 @@ class OptaxOptimizer(keras.optimizers.Optimizer):
 
   def _backend_update_step(self, grads, trainable_variables, learning_rate):
     """Updates all variables at once; Keras calls it for each step."""
-    del learning_rate
     # A training loop takes the values of a model's variables away, and so of its optimizer's.
     if self._iterations._value is None and any(v._value is not None for v in trainable_variables):
       raise _of_another_model()

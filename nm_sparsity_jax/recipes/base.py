@@ -6,7 +6,6 @@ w, step -> [levels: pattern now -> mask] x [curve: D now] x [gradient mode] -> W
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
@@ -106,7 +105,6 @@ class Recipe:
     Args:
       axis_size: length of the grouped axis, None where it is not known.
     """
-    del axis_size
     return ((self.sparse_from, self.pattern),)
 
   @property
@@ -117,7 +115,7 @@ class Recipe:
   def decay(self, step: jax.Array | int) -> jax.Array:
     """Returns D at `step`, a float32 scalar in [0, 1].
 
-    At step -1 it is NaN: no step was given, or a stored mask is wrong.
+    At `schedules.NO_STEP` it is NaN.
     """
     step = as_step(step)
     # The phases stand above every curve: each recipe equals dense first, and is n:m at the end.
@@ -148,7 +146,7 @@ class Recipe:
         "nms.init_state(params, rules), refresh it by nms.update_state after each optimizer "
         "update, and pass it (state=..., or mask=... for one weight)."
       )
-    return _jit_if_traced(_mask, self, step, axis, w, mask)
+    return _jit_if_traced(_mask, self, axis, step, w, mask)
 
   def effective(
     self,
@@ -168,7 +166,7 @@ class Recipe:
     Returns:
       Shape and dtype of `w`; differentiable with respect to it.
     """
-    return _jit_if_traced(_effective, self, step, axis, w, mask)
+    return _jit_if_traced(_effective, self, axis, step, w, mask)
 
   def pull_back(
     self,
@@ -197,7 +195,7 @@ class Recipe:
     # Nothing to change, so nothing is compiled and read either.
     if self.gradient_mode == "straight_through" and not self.lam:
       return grad
-    return _jit_if_traced(_pull_back, self, step, 0, grad, w, seen, mask)
+    return _jit_if_traced(_pull_back, self, 0, step, grad, w, seen, mask)
 
   def was_kept(
     self, w: jax.Array, seen: jax.Array, decay: jax.Array, mask: jax.Array | None
@@ -207,7 +205,6 @@ class Recipe:
     Where W~ is W, since W is 0 or D is 1, a weight counts as kept. (Parameters may be an ulp away
     from W, so they are not asked there.)
     """
-    del mask
     return (decay == 1) | (jnp.abs(seen) >= (1 + decay) / 2 * jnp.abs(w))
 
   def final(
@@ -264,17 +261,14 @@ class Recipe:
 
   def renewals_due(self, step: jax.Array | int) -> jax.Array | int:
     """Returns how many renewals of the stored mask are due by `step`; 0 where none is kept."""
-    del step
     return 0
 
   def renewals_done(self, state: dict[str, jax.Array], last: jax.Array | int) -> jax.Array | int:
     """Returns how many times the mask in `state` was renewed, after `next_state` at step `last`."""
-    del state
     return self.renewals_due(last)
 
   def first_state(self, groups: Groups, w: jax.Array) -> dict[str, jax.Array]:
     """Returns what `init_state` stores for one weight: at least "mask", bool, shape of `w`."""
-    del groups
     return {"mask": jnp.ones_like(w, bool)}
 
   def next_state(
@@ -301,34 +295,26 @@ class Recipe:
         needs none.
       grad_at: the weight that `grad` was taken at.
     """
-    del grad, grad_at
     due = self.renewals_due(step) > self.renewals_due(last)
     take = lambda: groups.magnitude_mask(w, self.pattern)
     return {"mask": when(due, take, lambda: state["mask"])}
 
   def problem(self, state: Mapping[str, jax.Array]) -> str:
     """Returns why the stored mask may not act, where that is known; '' otherwise."""
-    del state
     return ""
 
   def remarks(self, groups: Groups, state: Mapping[str, jax.Array]) -> list[str]:
     """Returns what to log of the state that `first_state` made."""
-    del groups, state
     return []
 
 
-def _jit_if_traced(function: Callable, recipe: Recipe, step: Any, axis: Any, *arrays: Any) -> Any:
+def _jit_if_traced(function: Callable, recipe: Recipe, axis: Any, step: Any, *arrays: Any) -> Any:
   # A network has dozens of kernels of one shape: under jit they share one trace. A step that is
   # known runs without jit, so that Python takes the branch and nothing else is compiled.
   step = as_step(step)
   axis = axis if isinstance(axis, int) else tuple(axis)
   if isinstance(step, jax.core.Tracer):
-    return _jitted(function, recipe, axis, step, *arrays)
-  return function(recipe, axis, step, *arrays)
-
-
-@functools.partial(jax.jit, static_argnums=(0, 1, 2))
-def _jitted(function, recipe, axis, step, *arrays):
+    function = jax.jit(function, static_argnums=(0, 1))
   return function(recipe, axis, step, *arrays)
 
 
@@ -336,7 +322,7 @@ def _mask(recipe, axis, step, w, stored):
   dense = (step >= 0) & (step < recipe.sparse_from)
   keep = recipe.chosen(lax.stop_gradient(w), step, axis, stored) | dense
   # Forward pass, backward pass and optimizer read one mask, not three copies of how it is made.
-  return masks.pinned(keep.astype(jnp.uint8)) > 0
+  return masks.computed_once(keep.astype(jnp.uint8)) > 0
 
 
 def _effective(recipe, axis, step, w, stored):
@@ -345,10 +331,9 @@ def _effective(recipe, axis, step, w, stored):
 
 
 def _pull_back(recipe, axis, step, grad, w, seen, stored):
-  del axis
   dtype = gradients.wider(w.dtype)
   out, wide = grad.astype(dtype), w.astype(dtype)
-  d = gradients.pinned(recipe.decay(step)).astype(dtype)
+  d = gradients.computed_once(recipe.decay(step)).astype(dtype)
   # In float32, since lambda * W and D * g may be subnormals of a shorter dtype.
   kept = recipe.was_kept(wide, seen.astype(dtype), d, stored)
   if recipe.gradient_mode == "masked":

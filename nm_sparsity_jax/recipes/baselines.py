@@ -24,41 +24,27 @@ class Dense(Recipe):
   pattern: NM | None = None  # type: ignore[assignment]
   phases: Phases | None = None  # type: ignore[assignment]
 
-  @property
-  def sparse_from(self):
-    return self.phases.dense if self.phases else 0
-
   def __post_init__(self):
     if self.pattern is not None:
       object.__setattr__(self, "pattern", NM.parse(self.pattern))
 
   def levels(self, axis_size=None):
-    del axis_size
     return ()
 
   def decay(self, step):
     return jnp.where(as_step(step) < 0, NAN, jnp.float32(1))
 
   def mask(self, w, step, axis=0, mask=None):
-    del step, axis, mask
     return jnp.ones_like(w, bool)
 
   def effective(self, w, step, axis=0, mask=None):
-    del step, axis, mask
     return w
 
   def final(self, w, groups, state=None):
-    del groups, state
     return w
 
   def timeline(self, axis_size=None):
-    del axis_size
     return (Segment(0, self.phases.total, None, 1.0, 1.0),) if self.phases else ()
-
-  def target_from(self, axis_size=None):
-    """Returns 0: it has no target to wait for."""
-    del axis_size
-    return 0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

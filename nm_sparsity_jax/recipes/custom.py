@@ -53,7 +53,6 @@ class Custom(Recipe):
     return self.path[0][0]
 
   def levels(self, axis_size=None):
-    del axis_size
     levels = [(step, pattern) for step, pattern, _ in self.path]
     if levels[-1][1] != self.pattern:  # a path may end at another pattern than the target
       levels.append((self.phases.finetune_start, self.pattern))

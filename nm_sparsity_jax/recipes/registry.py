@@ -5,18 +5,14 @@ class -> [register] -> RECIPES -> recipe(name), settings, the text of rules in a
 
 from __future__ import annotations
 
-import types
-from collections.abc import Mapping
 from typing import Any, TypeVar
 
 from nm_sparsity_jax.core.patterns import NM
 from nm_sparsity_jax.core.schedules import Phases
 from nm_sparsity_jax.recipes.base import Recipe
 
-_recipes: dict[str, type[Recipe]] = {}
-
 #: name -> class of every recipe; `register` adds to it.
-RECIPES: Mapping[str, type[Recipe]] = types.MappingProxyType(_recipes)
+RECIPES: dict[str, type[Recipe]] = {}
 
 C = TypeVar("C", bound=type[Recipe])
 
@@ -43,14 +39,14 @@ def register(cls: C) -> C:
   name: Any = getattr(cls, "name", None)
   is_named = Recipe in cls.__mro__ and isinstance(name, str) and name.isidentifier()
   # A notebook or importlib.reload defines a class again: the same place means the same recipe.
-  known = _recipes.get(name, cls)
+  known = RECIPES.get(name, cls)
   is_taken = (known.__module__, known.__qualname__) != (cls.__module__, cls.__qualname__)
   if not is_named or is_taken:
     raise ValueError(
       f"register({cls!r}): give a dataclass below nms.Recipe, and a name of one word that is not "
-      f"taken ({', '.join(_recipes)})."
+      f"taken ({', '.join(RECIPES)})."
     )
-  _recipes[name] = cls
+  RECIPES[name] = cls
   return cls
 
 

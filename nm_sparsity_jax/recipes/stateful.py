@@ -21,12 +21,10 @@ class TakenOnce(Recipe):
   stateful: ClassVar[bool] = True
 
   def chosen(self, w, step, axis, stored):
-    del w, axis
     assert stored is not None  # `Recipe.mask` has looked
     return stored & (step >= 0)  # else D = NaN would meet no pruned weight
 
   def was_kept(self, w, seen, decay, mask):
-    del w, seen, decay
     return mask
 
   def renewals_due(self, step):
@@ -91,7 +89,6 @@ class Snip(TakenOnce):
     return self.phases.dense + self.batches
 
   def renewals_done(self, state, last):
-    del last
     return (state["seen"] >= self.batches).astype(jnp.int32)
 
   def first_state(self, groups, w):
@@ -100,7 +97,6 @@ class Snip(TakenOnce):
     return super().first_state(groups, w) | {"score": score, "seen": jnp.int32(0)}
 
   def next_state(self, groups, state, w, step, last, grad, grad_at):
-    del w
     assert grad is not None  # it says `needs_gradients`
     # Each step of the window once. Whoever misses one never has a mask, and is told so.
     next_one = self.phases.dense + state["seen"] + 1
@@ -152,7 +148,6 @@ class Idp(Recipe):
     return value_at(levels, as_step(step), range(len(levels)))
 
   def next_state(self, groups, state, w, step, last, grad, grad_at):
-    del grad, grad_at
     levels = self.levels()
     kept = [p.n for _, p in levels]
     # One choice replays all levels crossed: the best of the best is the best.
@@ -194,8 +189,7 @@ class Hold(TakenOnce):
       )
 
   def renewals_done(self, state, last):
-    del last
-    return jnp.where(state["over"] == 0, jnp.int32(1), jnp.int32(0))  # else no step has a mask
+    return (state["over"] == 0).astype(jnp.int32)  # else no step has a mask
 
   def first_state(self, groups, w):
     given = w != 0
@@ -221,10 +215,8 @@ class Hold(TakenOnce):
     return [*filter(None, [self.problem(state)]), *([few] if missing else [])]
 
   def next_state(self, groups, state, w, step, last, grad, grad_at):
-    del groups, w, step, last, grad, grad_at
-    return {"mask": state["mask"], "over": state["over"]}
+    return dict(state)
 
   def final(self, w, groups, state=None):
-    del groups
     assert state is not None  # `finalize` has looked
     return jnp.where(state["mask"], w, jnp.zeros_like(w))

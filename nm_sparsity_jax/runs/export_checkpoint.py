@@ -173,7 +173,7 @@ def _rules_of_layers(rules: Rules, shapes: Mapping[str, tuple[int, ...]]) -> Rul
   places, axes = rules.places, rules.axes
   # An axis of a stack counts the layers too, so it says nothing of a layer's kernel.
   if any(layers[path] != [path] for path in matches):
-    assigned = rules.assign(nested(shaped)).places
+    assigned = rules.assign(nested(shaped)).sites
     axes = {re.escape(k): site.axis for k, site in assigned.items() if layers[k] == [k]}
   if any(rules.match(layer) != at for path, at in matches.items() for layer in layers[path]):
     places = {re.escape(x): rules.places[at] for path, at in matches.items() for x in layers[path]}

@@ -70,7 +70,7 @@ class Proof:
       "step": stored.step,
       "sparse_step": stored.sparse_step,
       "rules": rules_text.describe(self.rules),
-      "places": [dataclasses.asdict(place) for place in self.report.places],
+      "sites": [dataclasses.asdict(site) for site in self.report.sites],
       "skipped": dict(self.report.skipped),
       "removed": dict(self.removed),
     }
@@ -153,7 +153,7 @@ def finalize(
   removed = {}
   for path, w in flatten(zeros):
     kept = arrays[f"target/{path}"] = np.asarray(w)
-    if path in assignment.places:
+    if path in assignment.sites:
       # In float64, since a float32 sum of many weights loses digits.
       before = np.abs(params.pop(path).astype(np.float64))
       with np.errstate(all="ignore"):  # inf and NaN: the proof names them

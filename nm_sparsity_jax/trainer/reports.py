@@ -27,7 +27,7 @@ def levels(rules: Rules, params: Any, step: int) -> list[tuple[Site, float, Any]
   # From the schedule, on the host: a look at the weights would hold the devices up.
   decay_of = functools.cache(lambda recipe: float(recipe.decay(step)))
   found = []
-  for site in rules.assign(params).places.values():
+  for site in rules.assign(params).sites.values():
     begun = [pattern for start, pattern in site.recipe.levels(site.axis_size) if start <= step]
     found.append((site, decay_of(site.recipe), begun[-1] if begun else None))
   return found

@@ -1,8 +1,8 @@
 """The loop: from a configuration to checkpoints, curves and scores in MODEL_DIR.
 
-batch `sparse_step` of the stream -> [train_step] -> state, sums -> looked at one step later
+batch `sparse_step` of the stream -> [train_step] -> state, sums -> read one step later
     a number that is not finite -> stop, nothing saved since
-    a checkpoint is due, or SIGTERM -> all looked at -> saved in the background
+    a checkpoint is due, or SIGTERM -> all read -> saved in the background
     an evaluation is due -> saved -> losses, metrics -> evaluations.json -> which is best
 
 MODEL_DIR/checkpoint_N, config.gin, settings.json (what a resumed run must share),
@@ -34,10 +34,10 @@ from nm_sparsity_jax.trainer.evaluation import Found, best_step, entry
 from nm_sparsity_jax.trainer.run import Run, note_run
 from nm_sparsity_jax.trainer.step import NORMS, Model, TrainState
 
-__all__ = ["FREE", "Run", "check", "evaluate", "infer", "settings_of", "train"]
+__all__ = ["NOT_IN_RESULT", "Run", "check", "evaluate", "infer", "settings_of", "train"]
 
 # Of `Run`, what its result does not depend on.
-FREE = (
+NOT_IN_RESULT = (
   "model_dir", "evaluation", "eval_period", "checkpoint_period", "stats_period", "metrics_every",
   "keep_checkpoints", "best_metric", "learning_rate", "tracker",
 )  # fmt: skip
@@ -64,7 +64,7 @@ def train(run: Run, settings: Mapping[str, Any] | None = None, config: str = "")
       # Nothing is written before: a run that is refused leaves what is in its folder.
       run_settings.write(folder, settings)
       files.write_atomically(folder / "config.gin", config)
-      return process.go(state, key)
+      return process.run_to_end(state, key)
 
 
 def check(run: Run, settings: Mapping[str, Any]) -> pathlib.Path:
@@ -84,8 +84,8 @@ def _folder(macro: str, path: str) -> pathlib.Path:
 
 
 def settings_of(bound: Mapping[str, Any]) -> dict[str, Any]:
-  """Selects the bound arguments of `Run` that its result depends on: all but `FREE`."""
-  return {name: value for name, value in bound.items() if name not in FREE}
+  """Selects the bound arguments of `Run` that its result depends on: all but `NOT_IN_RESULT`."""
+  return {name: value for name, value in bound.items() if name not in NOT_IN_RESULT}
 
 
 class _Process:
@@ -101,9 +101,10 @@ class _Process:
     self.run, self.saved, self.stop = run, saved, stop
     self.entries: dict[int, dict[str, Any]] = {}
     self.evaluator: Any = None
+    # `done` is the sparse step, `offset + done` the global step.
     self.offset = self.done = 0
-    self.curves: writers.Curves  # open while `go` runs
-    self.pending: tuple[int, Any, Any] | None = None  # the newest step, not looked at yet
+    self.curves: writers.Curves  # open while `run_to_end` runs
+    self.pending: tuple[int, Any, Any] | None = None  # the newest step, not read yet
     self.sums: dict[str, float] = {}  # since the last report
     self.summed = 0  # steps
     self.since: float | None = None  # when the last report was; the first one's steps compile
@@ -134,7 +135,7 @@ class _Process:
       self.evaluator = run.evaluation(model, str(self.saved.folder))
     return state, key
 
-  def go(self, state: TrainState, key: jax.Array) -> int:
+  def run_to_end(self, state: TrainState, key: jax.Array) -> int:
     """Does the rest of a run; returns the exit code, as `train` does."""
     run, folder = self.run, self.saved.folder
     first, last = self.offset + self.done, self.offset + run.sparse_steps
@@ -166,7 +167,7 @@ class _Process:
       seen = before(state, batch) if _is_time(run.metrics_every, self.done) else None
       state, sums = step(state, batch)
       sampled = {} if seen is None else after(state, seen)
-      self._look()
+      self._read_pending()
       self.pending = self.done, sums, sampled
       if is_evaluated() or _is_time(run.checkpoint_period, self.done):
         self._save(state)
@@ -177,8 +178,8 @@ class _Process:
           self.since += time.monotonic() - begin
     self._save(state)  # the last step, or that before a signal, unless it is saved already
 
-  def _look(self) -> None:
-    """Looks at the pending step. Another one is under way, so the devices never wait for this."""
+  def _read_pending(self) -> None:
+    """Reads the pending step. Another one is under way, so the devices never wait for this."""
     if self.pending is None:
       return
     done, sums, sampled = self.pending
@@ -227,8 +228,8 @@ class _Process:
     reports.say("  ".join(words))
 
   def _save(self, state: TrainState) -> None:
-    """Saves after a look at every step so far: a state that is not finite is never saved."""
-    self._look()
+    """Saves once every step so far is read: a state that is not finite is never saved."""
+    self._read_pending()
     self.curves.flush()
     self.saved.save(self.offset + self.done, checkpoints.to_tree(state))
 
@@ -238,7 +239,7 @@ class _Process:
     if self.evaluator is None or step in self.entries:
       return
     found = self.evaluator.evaluate(run.model.variables(state), step)
-    _tell(found, step, self.curves, reports.say)
+    _write_evaluation(found, step, self.curves, reports.say)
     self.curves.flush()
     at_target = reports.at_target(run.model.rules, run.model.shapes, self.done)
     self.entries[step] = entry(step, found, at_target, run.model.workload)
@@ -251,7 +252,7 @@ def _is_time(period: int | None, done: int) -> bool:
   return bool(period) and done % period == 0
 
 
-def _tell(found: Found, step: int, curves: writers.Curves, say: Callable) -> None:
+def _write_evaluation(found: Found, step: int, curves: writers.Curves, say: Callable) -> None:
   """Writes and prints what an evaluation found."""
   for task, scalars in found.scalars.items():
     curves.write(f"training_eval/{task}", step, scalars)
@@ -287,7 +288,7 @@ def evaluate(
   with opened as (evaluator, variables, step):
     found = evaluator.evaluate(variables, step)
     with contextlib.closing(writers.Curves(pathlib.Path(evaluator.folder))) as curves:
-      _tell(found, step, curves, print)
+      _write_evaluation(found, step, curves, print)
       curves.flush()  # `close` raises no error of a full disk
 
 

@@ -21,7 +21,6 @@ from nm_sparsity_jax.core.schedules import as_step
 from nm_sparsity_jax.core.text import columns, printable
 from nm_sparsity_jax.core.trees import alike, flatten, map_with_names
 from nm_sparsity_jax.training.rules import Rules
-from nm_sparsity_jax.training.sites import Site
 from nm_sparsity_jax.training.stored import State, current, kept
 
 
@@ -44,7 +43,7 @@ def sparsify(params: Any, rules: Rules, step: jax.Array | int, state: State | No
     ValueError: a stored mask should have been renewed by `step` and was not, as where
       `update_state` was forgotten. Where the step is traced, the weights become NaN instead.
   """
-  sites = rules.assign(params).places
+  sites = rules.assign(params).sites
   step = as_step(step)
 
   def apply(path, w):
@@ -88,11 +87,11 @@ def finalize(
     raise ValueError(f"the run is at step {where}. Train on{advice}.")
 
   def apply(path, w):
-    site = assignment.places.get(path)
+    site = assignment.sites.get(path)
     if site is None:
       return w
     check_floating(path, w)
-    at, _mask = current(site, step, state)  # `at` is -1 where the stored mask is wrong
+    at, _mask = current(site, step, state)  # `at` is NO_STEP where the mask is wrong
     done = site.recipe.final(w, site.groups, kept(site, state))
     # What is traced cannot raise, but NaN is seen.
     wrong = at < site.final_from(early)
@@ -126,7 +125,7 @@ class Verified:
   bad_groups: int
   density: float
   first: tuple[int, ...] | None
-  not_finite: int = 0
+  not_finite: int
 
   @property
   def warning(self) -> str:
@@ -146,12 +145,12 @@ class Report:
   It is ok when a parameter must be n:m, each such parameter is, and none has inf or NaN.
 
   Attributes:
-    places: the parameters that must be n:m.
+    sites: the parameters that must be n:m.
     skipped: path -> why a rule left it dense ('skip' policy); not part of the verdict.
   """
 
-  places: tuple[Verified, ...]
-  skipped: Mapping[str, str] = dataclasses.field(default_factory=dict)
+  sites: tuple[Verified, ...]
+  skipped: Mapping[str, str]
 
   @property
   def ok(self) -> bool:
@@ -160,11 +159,11 @@ class Report:
   @property
   def verdict(self) -> str:
     """Returns `ok`, or what is wrong."""
-    if not self.places:
+    if not self.sites:
       return "NOTHING TO PROVE: no rule makes anything sparse"
-    if any(p.bad_groups for p in self.places):
+    if any(p.bad_groups for p in self.sites):
       return "NOT n:m"
-    if lost := sum(p.not_finite for p in self.places):
+    if lost := sum(p.not_finite for p in self.sites):
       return f"NOT FINITE: {lost} weights are inf or NaN"
     return "ok"
 
@@ -173,7 +172,7 @@ class Report:
     # Like layers are one row, so what a row does not show is made equal.
     shown = {
       p.path: dataclasses.replace(p, path="", density=round(p.density, 4), not_finite=0)
-      for p in self.places
+      for p in self.sites
     }
     rows = []
     for name, paths, p in alike(shown):
@@ -181,7 +180,7 @@ class Report:
       rows.append((name, p.pattern, p.axis, groups, bad, f"{p.density:.4f}", p.first or ""))
     lines = columns([head, *rows]) if rows else []
     lines += [f"skipped  {name}: {why}" for name, _, why in alike(self.skipped)]
-    lines += [f"warning  {p.path}: {p.warning}" for p in self.places if p.warning]
+    lines += [f"warning  {p.path}: {p.warning}" for p in self.sites if p.warning]
     return "\n".join([*map(printable, lines), self.verdict])
 
 
@@ -201,26 +200,24 @@ def verify(params: Any, rules: Rules) -> Report:
     A `Report`; `report.ok` is the verdict as a bool.
   """
   arrays = dict(flatten(params))
-  assignment = rules.assign(params)
-  found = [_verify(site, np.asarray(arrays[path])) for path, site in assignment.places.items()]
+  assignment, found = rules.assign(params), []
+  for path, site in assignment.sites.items():
+    w, pattern = np.asarray(arrays[path]), site.pattern
+    used = w != 0  # on the host, since a backend may flush subnormals
+    # numpy's isfinite knows no integers of four bits; float32 holds all of one byte.
+    finite = np.isfinite(w.astype(np.float32) if w.dtype.itemsize == 1 else w)
+    counts = site.groups.split(used, pattern).sum(-1)
+    bad = counts > pattern.n
+    one = Verified(
+      path=path,
+      shape=site.shape,
+      axis=site.axis,
+      pattern=str(pattern),
+      groups=counts.size,
+      bad_groups=int(bad.sum()),
+      density=float(used.sum() / max(w.size, 1)),
+      first=site.groups.start(int(np.argmax(bad)), pattern) if bad.any() else None,
+      not_finite=int((~finite).sum()),
+    )
+    found.append(one)
   return Report(tuple(found), assignment.skipped)
-
-
-def _verify(site: Site, w: np.ndarray) -> Verified:
-  pattern = site.pattern
-  used = w != 0  # on the host, since a backend may flush subnormals
-  # numpy's isfinite knows no integers of four bits; float32 holds all of one byte.
-  finite = np.isfinite(w.astype(np.float32) if w.dtype.itemsize == 1 else w)
-  counts = site.groups.split(used, pattern).sum(-1)
-  bad = counts > pattern.n
-  return Verified(
-    path=site.path,
-    shape=site.shape,
-    axis=site.axis,
-    pattern=str(pattern),
-    groups=counts.size,
-    bad_groups=int(bad.sum()),
-    density=float(used.sum() / max(w.size, 1)),
-    first=site.groups.start(int(np.argmax(bad)), pattern) if bad.any() else None,
-    not_finite=int((~finite).sum()),
-  )

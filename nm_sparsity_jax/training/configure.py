@@ -73,10 +73,14 @@ def rules(
   for place, value in _without_roles(places, roles).items():
     if isinstance(value, Recipe):
       made[place] = value
-    elif value is None:
-      made[place] = _recipe(recipe, pattern, settings, "PATTERN")
-    else:
-      made[place] = _recipe(recipe, value, settings, f"SPARSITY_RULES, {place!r}")
+      continue
+    macro = "PATTERN" if value is None else f"SPARSITY_RULES, {place!r}"
+    own: Any = pattern if value is None else value
+    if recipe != Dense.name:  # which needs none
+      with _macro(macro):
+        own = NM.parse(own)
+    with _macro("RECIPE, SPARSE_STEPS, BETA, GRADIENT, RECIPE_FIELDS"):
+      made[place] = make_recipe(recipe, pattern=own, **settings)  # type: ignore[arg-type]
   # What is wrong with a place itself, such as a regex, is said by the rules.
   with _macro("SPARSITY_RULES"):
     return Rules(made, axes or {}, indivisible)
@@ -87,15 +91,6 @@ def _without_roles(places: Mapping[str, Any], roles: Mapping[str, str] | None) -
   named = lambda place: place.rpartition("/")[2] in (roles or {})
   with _macro("SPARSITY_ROLES"):
     return {matcher(p, roles).pattern if named(p) else p: value for p, value in places.items()}
-
-
-def _recipe(name: Any, pattern: Any, settings: Mapping[str, Any], macro: str) -> Recipe:
-  """Returns the recipe of one place; `macro` is where its pattern comes from."""
-  if name != Dense.name:  # which needs none
-    with _macro(macro):
-      pattern = NM.parse(pattern)
-  with _macro("RECIPE, SPARSE_STEPS, BETA, GRADIENT, RECIPE_FIELDS"):
-    return make_recipe(name, pattern=pattern, **settings)
 
 
 @contextlib.contextmanager

@@ -11,7 +11,7 @@ of its kernel and knows its own contraction axis. Where a recipe owns the kernel
     nm_sparsity_state/<path>/kernel   bool mask (True = kept) of a stateful recipe; nested and
                                       scanned as params
 
-which `init` creates (steps as -1, "none given") and `with_step` fills in. Everywhere else it is
+which `init` creates (steps as NO_STEP) and `with_step` fills in. Everywhere else it is
 the plain layer, with no variable beside its parameters.
 
 A deployed network is the plain one, `rules=None`, and its kernels may be packed (`deployed`). Such
@@ -25,7 +25,7 @@ for bit.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import flax
@@ -40,7 +40,7 @@ from jax import lax
 
 from nm_sparsity_jax.core import masks
 from nm_sparsity_jax.core.packed import NMPacked, nm_dot
-from nm_sparsity_jax.core.schedules import as_step
+from nm_sparsity_jax.core.schedules import NO_STEP, as_step
 from nm_sparsity_jax.core.trees import flatten, map_with_names
 from nm_sparsity_jax.training.rules import Rules
 from nm_sparsity_jax.training.sites import Site
@@ -76,8 +76,8 @@ class DenseGeneral(nn.Module):
     rules: what is sparse, and how; None = the plain layer.
   """
 
-  features: Iterable[int] | int
-  axis: Iterable[int] | int = -1
+  features: Sequence[int] | int
+  axis: Sequence[int] | int = -1
   dtype: Dtype = jnp.float32
   kernel_init: Initializer = nn.initializers.variance_scaling(1.0, "fan_in", "truncated_normal")
   kernel_axes: tuple[str, ...] = ()
@@ -88,9 +88,9 @@ class DenseGeneral(nn.Module):
   @nn.compact
   def __call__(self, inputs: jax.Array) -> jax.Array:
     """Contracts `axis` of `inputs`; the features come last."""
-    features = as_tuple(self.features)
+    features = np.atleast_1d(self.features).tolist()
     inputs = jnp.asarray(inputs, self.dtype)
-    axes = tuple(a % inputs.ndim for a in as_tuple(self.axis))
+    axes = tuple(a % inputs.ndim for a in np.atleast_1d(self.axis).tolist())
     if (packed := packed_kernel(self)) is not None:
       x = jnp.moveaxis(inputs, axes, range(-len(axes), 0))
       lead = x.shape[: -len(axes)]
@@ -192,9 +192,9 @@ def with_step(
     if name == "state" and state:
       # The stamps of all layers of a scan are one, as the stack is one parameter.
       kernel = f"{layer}/kernel".lstrip("/")
-      value = jnp.stack([state["step"], *(stamp.get(kernel, _NONE) for stamp in stamps)])
+      value = jnp.stack([state["step"], *(stamp.get(kernel, NO_STEP) for stamp in stamps)])
     elif name == "state":
-      value = _NONE if isinstance(leaf, jax.ShapeDtypeStruct) else leaf
+      value = NO_STEP if isinstance(leaf, jax.ShapeDtypeStruct) else leaf
     return jnp.broadcast_to(value, leaf.shape)
 
   new = {COLLECTION: map_with_names(fill, variables[COLLECTION])}
@@ -246,7 +246,7 @@ def effective_kernel(layer: Any, w: jax.Array, axis: masks.Axis) -> jax.Array:
   if layer.is_initializing():
     _create_variables(layer, site, w)
     return w
-  step = layer.get_variable(COLLECTION, "step", -1)
+  step = layer.get_variable(COLLECTION, "step", NO_STEP)
   # numpy: under jit even a known value would be traced by jax.numpy.
   if not isinstance(step, jax.core.Tracer) and np.all(np.asarray(step) < 0):
     raise ValueError(
@@ -257,7 +257,7 @@ def effective_kernel(layer: Any, w: jax.Array, axis: masks.Axis) -> jax.Array:
     )
   if not site.recipe.stateful:
     return site.effective(w, step)
-  last, made, renewed = layer.get_variable(COLLECTION, "state", [_NONE] * 3)
+  last, made, renewed = layer.get_variable(COLLECTION, "state", [NO_STEP] * 3)
   mask = layer.get_variable(STATE_COLLECTION, "kernel")
   return site.effective(w, check_step(site, step, last, made, renewed), mask)
 
@@ -277,21 +277,13 @@ def packed_kernel(layer: nn.Module) -> NMPacked | None:
   return found if isinstance(found, NMPacked) else None
 
 
-_NONE = np.int32(-1)  # a step or a stamp that nobody gave
-
-
 def _create_variables(layer: nn.Module, site: Site, w: jax.Array) -> None:
-  """Creates the step and stamps as -1, and the mask as `stored.init_state` starts it."""
+  """Creates the step and stamps as NO_STEP, and the mask as `stored.init_state` starts it."""
   is_stateful = site.recipe.stateful
   if layer.is_mutable_collection(COLLECTION):
-    layer.variable(COLLECTION, "step", lambda: _NONE)
+    layer.variable(COLLECTION, "step", lambda: NO_STEP)
     if is_stateful:
-      layer.variable(COLLECTION, "state", lambda: jnp.full(3, _NONE))
+      layer.variable(COLLECTION, "state", lambda: jnp.full(3, NO_STEP))
   if is_stateful and layer.is_mutable_collection(STATE_COLLECTION):
     first = lambda: site.recipe.first_state(site.groups, w)["mask"]
     layer.variable(STATE_COLLECTION, "kernel", first)
-
-
-def as_tuple(x: Iterable[int] | int) -> tuple[int, ...]:
-  """Returns one axis or several as a tuple."""
-  return tuple(x) if isinstance(x, Iterable) else (x,)

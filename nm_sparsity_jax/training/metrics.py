@@ -65,7 +65,7 @@ def masks_of(
   step, arrays = as_step(step), dict(flatten(params))
   return {
     path: site.mask(arrays[path], *current(site, step, state))
-    for path, site in rules.assign(params).places.items()
+    for path, site in rules.assign(params).sites.items()
   }
 
 
@@ -119,7 +119,7 @@ def summary(
   D whatever the noise; `kept`, over the weights that the mask keeps, is free of that.
 
   The names depend on the arguments that are given, never on values or the step. At a traced
-  negative step, which means that none was given, density and D are NaN and the pattern is 0:0.
+  `schedules.NO_STEP` density and D are NaN and the pattern is 0:0.
 
   Args:
     params: the dense parameters of a forward pass.
@@ -129,10 +129,10 @@ def summary(
     moments: path -> second moment, as `second_moments` reads them from an optimizer's state.
     seen: what `before` returned at an earlier step.
   """
-  sites, masks = rules.assign(params).places, masks_of(params, rules, step, state)
+  sites, masks = rules.assign(params).sites, masks_of(params, rules, step, state)
   decays = {path: site.recipe.decay(step) for path, site in sites.items()}
   kept = {path: _ratio(_count(mask), mask.size) for path, mask in masks.items()}
-  # D itself where it is NaN: no step was given.
+  # D itself where it is NaN, at NO_STEP.
   in_use = lambda path, d: jnp.where(d == 0, kept[path], jnp.where(d > 0, jnp.float32(1), d))
   shares = {path: in_use(path, d) for path, d in decays.items()}
   targets = {path: jnp.float32(site.pattern.density) for path, site in sites.items()}
@@ -176,8 +176,10 @@ def before(
     grads: the gradient, without SR-STE's term; None = no names of gradients.
   """
   masks = masks_of(params, rules, step, state)
-  sizes = {} if grads is None else {path: jnp.abs(g) for path, g in flatten(grads)}
-  return Before(masks, _variances("grad_abs_var", sizes, masks) if sizes else {})
+  if grads is None:
+    return Before(masks, {})
+  sizes = {path: jnp.abs(g) for path, g in flatten(grads)}
+  return Before(masks, _variances("grad_abs_var", sizes, masks))
 
 
 def second_moments(opt_state: Any, params: Any) -> dict[str, jax.Array]:
@@ -185,6 +187,7 @@ def second_moments(opt_state: Any, params: Any) -> dict[str, jax.Array]:
 
       v[i, j] = rows[i] * columns[j] / mean(rows)
 
+  (arXiv:1804.04235, algorithm 4, has sums in place of these means.)
   Found are the `nu` trees of all states inside, such as that of `optax.scale_by_adam` (no bias
   correction), and the factors of `optax.scale_by_factored_rms`, of small weights the v that it
   keeps whole, under chain, MultiSteps, inject_hyperparams, masked or multi_transform. Optimizers
@@ -203,25 +206,14 @@ def second_moments(opt_state: Any, params: Any) -> dict[str, jax.Array]:
       rows, columns = dict(flatten(state.v_row)), dict(flatten(state.v_col))
       for path, v in flatten(state.v):
         if v.shape != shapes[path]:  # optax factors the two largest axes
-          row, column = (int(axis) for axis in np.argsort(shapes[path])[-2:])
-          v = adafactor_estimate(rows[path], columns[path], (row,), (column,))
+          row, column = np.argsort(shapes[path])[-2:]
+          by_row = jnp.expand_dims(rows[path], column)
+          mean = jnp.mean(by_row, row, keepdims=True)
+          # All of it is 0 before the first gradient, and 0 / 0 would be NaN.
+          by_row = by_row / jnp.where(mean == 0, 1, mean)
+          v = by_row * jnp.expand_dims(columns[path], row)
         found[path] = v
   return found
-
-
-def adafactor_estimate(rows: jax.Array, columns: jax.Array, row_axes, column_axes) -> jax.Array:
-  """Returns Adafactor's v (arXiv:1804.04235, algorithm 4; sums there, means here).
-
-  Args:
-    rows: the means over the column axes.
-    columns: the means over the row axes.
-    row_axes: of the whole array.
-    column_axes: of the whole array.
-  """
-  rows, columns = jnp.expand_dims(rows, column_axes), jnp.expand_dims(columns, row_axes)
-  mean = jnp.mean(rows, row_axes, keepdims=True)
-  # All of it is 0 before the first gradient, and 0 / 0 would be NaN.
-  return rows / jnp.where(mean == 0, 1, mean) * columns
 
 
 def _patterns(sites: Mapping[str, Site], step: jax.Array | int) -> dict[str, jax.Array]:
@@ -233,8 +225,8 @@ def _patterns(sites: Mapping[str, Site], step: jax.Array | int) -> dict[str, jax
     for start, pattern in site.recipe.levels(site.axis_size):
       n = jnp.where(step >= start, jnp.float32(pattern.n), n)
       m = jnp.where(step >= start, jnp.float32(pattern.m), m)
-    found.setdefault(f"nm/n/{site.key}", []).append(n)
-    found.setdefault(f"nm/m/{site.key}", []).append(m)
+    found.setdefault(f"nm/n/{site.place}", []).append(n)
+    found.setdefault(f"nm/m/{site.place}", []).append(m)
   # Levels depend on the length of an axis, so kernels of one rule may differ.
   shared = lambda x: jnp.where(jnp.min(x) == jnp.max(x), x[0], jnp.float32(0))
   return {name: shared(jnp.stack(values)) for name, values in found.items()}

@@ -67,17 +67,18 @@ def register(
                  only beside a bias that has the shape of the outputs, or where a parameter with
                  one axis, such as a norm's, stands in its block.
   """
-  for regex in (*roles.values(), *(narrow or {}).values(), *(layouts or {})):
+  made = _Family(roles, narrow or {}, layouts or {})
+  for regex in (*made.roles.values(), *made.narrow.values()):
     compiled(regex, f"the family {family!r}")
-  for regex, texts in (layouts or {}).items():
+  for regex, texts in made.layouts.items():
+    has_stack = "stack" in compiled(regex, f"the family {family!r}").groupindex
     for layout in texts.split():
-      has_stack = "stack" in compiled(regex, "a family").groupindex
       if not re.fullmatch(r"[ios.]*i[ios.]*", layout) or ("s" in layout and not has_stack):
         raise ValueError(
           f"the family {family!r}: the layout {layout!r} needs an 'i', no other letters than i, o, "
           "s and '.', and with an 's' a folder (?P<stack>...) in its regex."
         )
-  _families[family] = _Family(roles, narrow or {}, layouts or {})
+  _families[family] = made
 
 
 # Python's own cache keeps 512 patterns, and a large network has more.
@@ -194,9 +195,9 @@ _UNSURE = (
 )
 
 
-def _attention_roles(prefix: str) -> dict[str, str]:
-  names = {"q": "query", "k": "key", "v": "value", "o": "out"}
-  return {role: f"{prefix}{name}/kernel" for role, name in names.items()}
+def _attention_roles(prefix: str, out: str = "out", suffix: str = "/kernel") -> dict[str, str]:
+  names = {"q": "query", "k": "key", "v": "value", "o": out}
+  return {role: f"{prefix}{name}{suffix}" for role, name in names.items()}
 
 
 # T5X's names, also stacked by a scan. Any kernel of rank 2 contracts its first axis; one of another
@@ -279,12 +280,11 @@ register(
 # timm's names, in the order of flax: those of `models.vit`, `models.swin` and `models.resnet`. A
 # fused kernel is one of your own; the models here keep q, k and v apart.
 _BLOCK = r"(.*/)?blocks(_\d+)?/"
-_PATCHES = r"patch_embed/proj/kernel"
 _TIMM_BLOCK = {
   "ff": _BLOCK + r"mlp/fc[12]/kernel",
   **{role: _BLOCK + f"attn/{role}/kernel" for role in "qkv"},
   "o": _BLOCK + r"attn/proj/kernel",
-  "stem": _PATCHES,
+  "stem": r"patch_embed/proj/kernel",
 }
 register(
   "timm_vit",
@@ -317,16 +317,12 @@ _KERAS_ATTENTION = (
   r"(.*/)?((multi_head|grouped_query)_attention(_\d+)?|transformer_block_\d+/mha"
   r"|transformer_(layer|encoder|decoder)\w*/((self|cross)_)?attention(_layer)?)/"
 )
-_KERAS_QKV = {"q": "query", "k": "key", "v": "value"}
 register(
   "keras",
   {
     "ff": r"(.*/)?feedforward_(intermediate|gate|output)_dense/kernel"
     rf"|(.*/)?transformer_block_\d+/mlp/dense_[12]/kernel|{_KERAS_GEMMA}ffw_\w+/kernel",
-    **{
-      role: rf"({_KERAS_ATTENTION}|{_KERAS_GEMMA}attention/){name}/kernel"
-      for role, name in {**_KERAS_QKV, "o": "attention_output"}.items()
-    },
+    **_attention_roles(f"({_KERAS_ATTENTION}|{_KERAS_GEMMA}attention/)", "attention_output"),
   },
   {"encoder": r"(.*/)?transformer_encoder\w*/.*", "decoder": r"(.*/)?transformer_decoder\w*/.*"},
   {
@@ -392,12 +388,11 @@ register(
 # --- Equinox, haliax, haiku -----------------------------------------------------------------------
 
 # Equinox: its own attention and MLP, one by one or stacked by `filter_vmap`.
-_EQX = {"q": "query", "k": "key", "v": "value", "o": "output"}
 register(
   "equinox",
   {
     "ff": r"(.*/)?mlp/layers/\d+/weight",
-    **{role: rf"(.*/)?{name}_proj/weight" for role, name in _EQX.items()},
+    **_attention_roles(r"(.*/)?", "output", "_proj/weight"),
   },
   layouts={r"(.*/)?(mlp/layers/\d+|(query|key|value|output)_proj)/weight": "oi ooi"},
 )
@@ -407,14 +402,13 @@ register("haliax", {"ff": r"(.*/)?mlp/layers/\d+/weight/0"})
 
 # haiku: its attention, MLP and ResNet, and the transformer of its examples. `layer_stack` stacks on
 # axis 0.
-_HAIKU = {"q": "query", "k": "key", "v": "value", "o": "linear"}
 _HAIKU_LINEAR = r"(linear(_\d+)?|logits|multi_head_attention(_\d+)?/(query|key|value))"
 _HAIKU_BLOCK = r"(.*/)?block_group_\d+/~/block_\d+/~/"
 register(
   "haiku",
   {
     "ff": r"(.*/)?(mlp(_\d+)?/~/linear_\d+|transformer/linear(_\d+)?)/w",
-    **{role: rf"(.*/)?multi_head_attention(_\d+)?/{name}/w" for role, name in _HAIKU.items()},
+    **_attention_roles(r"(.*/)?multi_head_attention(_\d+)?/", "linear", "/w"),
     "stem": r"(.*/)?initial_conv/w",
     "conv": f"{_HAIKU_BLOCK}conv_\\d/w",
     "shortcut": f"{_HAIKU_BLOCK}shortcut_conv/w",

@@ -30,10 +30,9 @@ _POLICIES = ("error", "skip", "pad")
 _log = logging.getLogger(__name__)
 _Shapes = tuple[tuple[str, tuple[int, ...]], ...]  # (path, shape) of each parameter
 
-# A module that flax named `Conv_0`, or one of these roles, is a convolution, whose kernel is
-# (..., in, out). Names that a user chose tell nothing: it may be a transposed convolution.
+# A module that flax named `Conv_0` is a convolution, whose kernel is (..., in, out). Names that a
+# user chose tell nothing: it may be a transposed convolution.
 _CONV = re.compile(r"(.*/)?Conv_\d+/kernel")
-_CONV_ROLES = ("stem", "conv", "shortcut")
 # flax's and Keras' own names; such a kernel may be (out, in).
 _EINSUM = re.compile(r"(.*/)?(Einsum_\d+|einsum_dense(_\d+)?)/kernel")
 
@@ -82,7 +81,7 @@ class Rules:
         "recipe, such as {'ff': nms.recipe('sr_ste', pattern='1:8', phases=nms.Phases(total=...))}"
         f" (for a dense run 'dense'), and one of {', '.join(_POLICIES)}."
       )
-    axes = {regex: _one_or_several(axis) for regex, axis in (self.axes or {}).items()}
+    axes = {regex: _one_or_several(axis) for regex, axis in self.axes.items()}
     object.__setattr__(self, "places", dict(self.places))
     object.__setattr__(self, "axes", axes)
     object.__setattr__(self, "optional", tuple(sorted(self.optional)))
@@ -210,18 +209,19 @@ class Rules:
     for path, shape in shapes.items():
       if self.sparse_recipe(path) is None:
         continue
-      by_hand = self._axis_of(path)
-      known: Any = traced.axes.get(path)
-      if by_hand is None and known is None:
-        refused.append(f"{path!r}: {traced.refused[path]}")
-      elif by_hand is None:
-        # Checkpoints hold the text of rules, so no axis is added where the default is right.
-        default = _default_axis(path, shapes)
-        # `check_axis` makes both sides ascending, non-negative ints.
-        if default is None or masks.check_axis(shape, default, gaps=True) != known:
-          found[re.escape(path)] = _one_or_several(known)
-      # With gaps, since groups may lie along axes that are not adjacent.
-      elif known is not None and masks.check_axis(shape, by_hand, gaps=True) != known:
+      by_hand, known = self._axis_of(path), traced.axes.get(path)
+      if known is None:
+        if by_hand is None:
+          refused.append(f"{path!r}: {traced.refused[path]}")
+        continue
+      said = _default_axis(path, shapes) if by_hand is None else by_hand
+      # Ascending, non-negative ints. With gaps, since groups may lie along axes that are not
+      # adjacent.
+      if said is not None and masks.check_axis(shape, said, gaps=True) == known:
+        continue  # checkpoints hold the text of rules, so no axis is added where one is right
+      if by_hand is None:
+        found[re.escape(path)] = _one_or_several(known)
+      else:
         refused.append(f"{path!r}: axes= says {by_hand}, the program contracts {known}")
     if refused:
       raise ValueError(
@@ -259,23 +259,22 @@ class Rules:
     recipe = self.sparse_recipe(path)
     if recipe is None:
       return None
-    site = Site(path, recipe, Groups(tuple(shape), axis), self.match(path) or "")
+    groups = Groups(tuple(shape), axis)
     # Whole groups of the target pattern, and of each level that fits.
-    m = math.lcm(site.pattern.m, *(level.m for _, level in recipe.levels(site.axis_size)))
-    if site.axis_size % m:
-      problem = (
-        f"axis {axis} has length {site.axis_size} (shape {tuple(shape)}), no multiple of {m}"
-      )
+    m = math.lcm(recipe.pattern.m, *(level.m for _, level in recipe.levels(groups.size)))
+    if groups.size % m:
+      problem = f"axis {axis} has length {groups.size} (shape {groups.shape}), no multiple of {m}"
       if self.indivisible == "skip":
         return problem
       if self.indivisible == "error":
         raise ValueError(
-          f"{path!r}: {problem}, so {recipe.name} {site.pattern} does not fit. Choose another "
+          f"{path!r}: {problem}, so {recipe.name} {recipe.pattern} does not fit. Choose another "
           "pattern, or indivisible='skip' to leave it dense, or 'pad' (gin: INDIVISIBLE)."
         )
-      site = dataclasses.replace(site, groups=Groups(site.shape, axis, -site.axis_size % m))
-      recipe.levels(site.axis_size)  # raises where a schedule does not fit the padded axis
-    return dataclasses.replace(site, groups=site.groups.sharded(self.shardings.get(path), m))
+      groups = Groups(groups.shape, axis, -groups.size % m)
+      recipe.levels(groups.size)  # raises where a schedule does not fit the padded axis
+    groups = groups.sharded(self.shardings.get(path), m)
+    return Site(path, recipe, groups, self.match(path) or "")
 
   def _axis_of(self, path: str) -> masks.Axis | None:
     """Returns what `axes` says of a path; the first regex that matches counts."""
@@ -294,11 +293,8 @@ class Rules:
     """
     shapes = _shapes(params)
     # One update asks a dozen times, so the answer is kept by the shapes of the tree.
-    if shapes not in self._assigned:
-      self._assigned[shapes] = self._assign(shapes)
-    return self._assigned[shapes]
-
-  def _assign(self, shapes: _Shapes) -> Assignment:
+    if shapes in self._assigned:
+      return self._assigned[shapes]
     known, sites, skipped, dense = dict(shapes), {}, {}, []
     ambiguous: list[str] = []
     for path, shape in shapes:
@@ -327,7 +323,8 @@ class Rules:
         "axes={'.*/kernel': 0} (gin: SPARSITY_AXES)."
       )
     self._check_all_used(known)
-    return Assignment(sites, skipped, tuple(dense))
+    self._assigned[shapes] = assignment = Assignment(sites, skipped, tuple(dense))
+    return assignment
 
   def _check_all_used(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
     """Refuses places and axes that name no parameter: a wrong word would change nothing."""
@@ -374,7 +371,7 @@ def _default_axis(path: str, shapes: Mapping[str, tuple[int, ...]]) -> masks.Axi
     return None
   if len(shape) == 2:
     return None if _EINSUM.fullmatch(path) else 0
-  is_conv = _CONV.fullmatch(path) or roles.role_of(path) in _CONV_ROLES
+  is_conv = _CONV.fullmatch(path) or roles.role_of(path) in ("stem", "conv", "shortcut")
   # The window has 1, 2 or 3 dimensions; in and out are two more.
   return -2 if 3 <= len(shape) <= 5 and is_conv else None
 

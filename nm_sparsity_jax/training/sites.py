@@ -28,18 +28,17 @@ class Site:
     path: '/'-joined path in the parameter tree.
     recipe: what is applied to it.
     groups: where its groups lie.
-    key: the place of the rules that named it.
+    place: the place of the rules that named it.
   """
 
   path: str
   recipe: Recipe
   groups: Groups
-  key: str = ""
+  place: str
 
   @property
   def pattern(self) -> NM:
     """Returns the target pattern."""
-    assert self.recipe.pattern is not None  # Dense makes no Site
     return self.recipe.pattern
 
   @property
@@ -56,11 +55,6 @@ class Site:
   def axis_size(self) -> int:
     """Returns the length of the grouped axis, padding included."""
     return self.groups.size
-
-  @property
-  def count(self) -> int:
-    """Returns the number of groups of the target pattern."""
-    return self.groups.count(self.pattern)
 
   @property
   def remarks(self) -> tuple[str, ...]:
@@ -108,21 +102,21 @@ class Assignment:
   """What rules mean for one parameter tree. `print` it before a run.
 
   Attributes:
-    places: path -> Site, the sparse parameters.
+    sites: path -> Site, the sparse parameters.
     skipped: path -> why a rule did not apply ('skip' policy).
     dense: paths that no rule names.
   """
 
-  places: Mapping[str, Site]
+  sites: Mapping[str, Site]
   skipped: Mapping[str, str]
   dense: tuple[str, ...]
 
   def __str__(self) -> str:
     head = "parameter", "shape", "axis", "pattern", "groups", "recipe", "remarks"
-    facts = {
-      p.path: (p.shape, p.axis, p.recipe.pattern, p.count, p.recipe.name, "; ".join(p.remarks))
-      for p in self.places.values()
-    }
+    facts = {}
+    for path, site in self.sites.items():
+      groups, remarks = site.groups.count(site.pattern), "; ".join(site.remarks)
+      facts[path] = site.shape, site.axis, site.pattern, groups, site.recipe.name, remarks
     # Like layers are one row. Its groups are those of all of them.
     rows = [
       (name, *fact[:3], fact[3] * len(paths), *fact[4:]) for name, paths, fact in alike(facts)
@@ -143,8 +137,8 @@ class Assignment:
     >>> rules.assign(params).unfinished(40)  # doctest: +SKIP
     "40, and the schedule of 'ff' is over at 60"
     """
-    for site in self.places.values():
+    for site in self.sites.values():
       if step < (end := site.final_from(early)):
-        waits = f"mask of {site.key!r} comes" if early else f"schedule of {site.key!r} is over"
+        waits = f"mask of {site.place!r} comes" if early else f"schedule of {site.place!r} is over"
         return f"{step:,}, and the {waits} at {end:,}"
     return None

@@ -18,7 +18,7 @@ import jax
 import jax.core
 import jax.numpy as jnp
 
-from nm_sparsity_jax.core.schedules import as_step
+from nm_sparsity_jax.core.schedules import NO_STEP, as_step
 from nm_sparsity_jax.core.trees import flatten, nested
 from nm_sparsity_jax.training.rules import Rules
 from nm_sparsity_jax.training.sites import Site
@@ -51,7 +51,7 @@ def init_state(params: Any, rules: Rules) -> State:
     from `params`.
   """
   arrays, new = dict(flatten(params)), {}
-  for path, site in rules.assign(params).places.items():
+  for path, site in rules.assign(params).sites.items():
     if site.recipe.stateful:
       new[path] = site.recipe.first_state(site.groups, arrays[path])
       for remark in site.recipe.remarks(site.groups, new[path]):
@@ -97,7 +97,7 @@ def update_state(
   arrays = dict(flatten(params))
   gradients = dict(flatten(grads))
   at = dict(flatten(grads_at)) if grads_at is not None else arrays
-  sites = {p: site for p, site in rules.assign(params).places.items() if site.recipe.stateful}
+  sites = {p: site for p, site in rules.assign(params).sites.items() if site.recipe.stateful}
   olds = {path: kept(site, state) for path, site in sites.items()}
   if not sites:
     return state
@@ -161,9 +161,9 @@ def kept(site: Site, state: State | None) -> dict[str, jax.Array]:
 
 
 def check_step(site: Site, step: jax.Array | int, last: Any, made: Any, renewed: Any) -> jax.Array:
-  """Returns `step`, or -1 where the stored mask is wrong for it: of other rules, old, or new.
+  """Returns `step`, or NO_STEP where the stored mask is wrong for it: of other rules, old, or new.
 
-  At step -1 D is NaN: a traced value cannot raise, but NaN is seen. A known value raises.
+  A known value raises.
 
   Args:
     site: the site that the mask is for.
@@ -185,7 +185,7 @@ def check_step(site: Site, step: jax.Array | int, last: Any, made: Any, renewed:
       "nms.init_state(params, rules), and call nms.update_state(state, params, rules, step, "
       "grads=grads) after each update, from the first one on; snip needs each gradient."
     )
-  return jnp.where(wrong, jnp.int32(-1), step)
+  return jnp.where(wrong, NO_STEP, step)
 
 
 def _by_key(kept: Mapping[str, Mapping[str, jax.Array]], step: jax.Array) -> State:

@@ -23,6 +23,7 @@ import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from nm_sparsity_jax.core.gradients import wider
+from nm_sparsity_jax.core.schedules import NO_STEP
 from nm_sparsity_jax.core.trees import flatten, map_with_names
 from nm_sparsity_jax.recipes.levels import when
 from nm_sparsity_jax.training import rules_text, stored
@@ -107,15 +108,24 @@ def sparse(tx: optax.GradientTransformation, rules: Rules) -> optax.GradientTran
     # Under jit `update` cannot see how arrays are sharded, so `init` notes it. It changes the speed
     # of masks, and no bit.
     nonlocal rules
-    sites = rules.assign(params).places
+    sites = rules.assign(params).sites
     for phases in {site.recipe.phases: None for site in sites.values()}:
       if phases.dense == phases.total:
         _log.warning("%s has no step that is sparse: the last update prunes at one stroke", phases)
       elif phases.finetune < phases.total < 20:
         _log.warning("%s count updates of the optimizer, not epochs: so few?", phases)
-    shardings = _shardings_of(params)
-    rules = rules.with_shardings(shardings) if shardings else rules
-    dense = map_with_names(lambda p, w: _master(p, w) if p in sites else _NONE, params)
+    # A tracer does not tell how its array is sharded.
+    known = rules.with_shardings(jax.tree.map(lambda w: getattr(w, "sharding", None), params))
+    rules = known if known.shardings else rules
+
+    def master(path, w):
+      if path not in sites:
+        return _NONE
+      check_floating(path, w)
+      # A copy, since a trainer donates params and state, and one buffer cannot be donated twice.
+      return jnp.array(w, wider(w.dtype), copy=True)
+
+    dense = map_with_names(master, params)
     # A box of flax around nothing is a leaf to nnx, and has no shape.
     is_empty = lambda x: not jax.tree.leaves(x)
     dense = jax.tree.map(lambda x: _NONE if is_empty(x) else x, dense, is_leaf=is_empty)
@@ -133,8 +143,8 @@ def sparse(tx: optax.GradientTransformation, rules: Rules) -> optax.GradientTran
     masks = stored.init_state(params, rules)
     # An array, so that every trainer saves it, and a checkpoint knows its own rules.
     text = jnp.asarray(rules_text.pack(rules.text))
-    if shardings:  # it lies where the parameters do
-      mesh = next(iter(shardings.values())).mesh
+    if known.shardings:  # it lies where the parameters do
+      mesh = next(iter(known.shardings.values())).mesh
       text = jax.device_put(text, NamedSharding(mesh, PartitionSpec()))
     return SparseState(jnp.int32(0), text, dense, masks, inner_state)
 
@@ -147,7 +157,7 @@ def sparse(tx: optax.GradientTransformation, rules: Rules) -> optax.GradientTran
         "computes with W~: take one that needs no such function (of sam: opaque_mode=False)."
       )
     # The gradient at W.
-    sites = rules.assign(params).places
+    sites = rules.assign(params).sites
     step = _checked_step(state, rules, sites)
     effective = dict(flatten(params))
     grads = dict(flatten(updates))
@@ -270,7 +280,6 @@ def sr_ste(rules: Rules) -> optax.GradientTransformationExtraArgs:
     return SrSteState(jnp.zeros((), jnp.int32))
 
   def update(updates, state, params=None, *, nm_state: stored.State | None = None, **extra):
-    del extra
     updates = add_sr_ste(updates, params, rules, state.count, nm_state)
     return updates, SrSteState(state.count + 1)
 
@@ -296,7 +305,7 @@ def add_sr_ste(
     scale: lambda is meant for the gradient of the mean loss per target; where the loss is that
       mean times a factor, the factor.
   """
-  sites, arrays = rules.assign(params).places, dict(flatten(params))
+  sites, arrays = rules.assign(params).sites, dict(flatten(params))
 
   def add(path, g):
     site = sites.get(path)
@@ -323,11 +332,9 @@ def count_steps() -> optax.GradientTransformation:
   """
 
   def init(params):
-    del params
     return CountStepsState(jnp.zeros((), jnp.int32))
 
   def update(updates, state, params=None):
-    del params
     return updates, CountStepsState(state.count + 1)
 
   return optax.GradientTransformation(init, update)
@@ -366,25 +373,8 @@ def step_count(opt_state: Any) -> jax.Array:
 # --- helpers of `sparse` ----------------------------------------------------------------------
 
 
-def _master(path: str, w: jax.Array) -> jax.Array:
-  """Returns W of a parameter, in float32 or its own dtype if that is wider.
-
-  It is a copy, since a trainer donates params and state, and one buffer cannot be donated twice.
-  """
-  check_floating(path, w)
-  return jnp.array(w, wider(w.dtype), copy=True)
-
-
-def _shardings_of(params: Any) -> dict[str, NamedSharding]:
-  """Returns path -> how devices share a parameter; empty where that is not known."""
-  # A tracer does not tell how its array is sharded.
-  is_known = lambda w: isinstance(w, jax.Array) and not isinstance(w, jax.core.Tracer)
-  known = {path: w.sharding for path, w in flatten(params) if is_known(w)}
-  return {path: s for path, s in known.items() if isinstance(s, NamedSharding)}
-
-
 def _checked_step(state: SparseState, rules: Rules, sites: Mapping[str, Site]) -> jax.Array:
-  """Returns the count of `state`; -1, which makes weights NaN, where other rules made it.
+  """Returns the count of `state`; NO_STEP where other rules made it.
 
   Raises where that is known: while nothing is traced, and where the state is of other kernels.
   """
@@ -399,7 +389,7 @@ def _checked_step(state: SparseState, rules: Rules, sites: Mapping[str, Site]) -
       f"nms.sparse has the rules {rules.text!r}, but the optimizer state was made by {theirs}: go "
       "on with those, or start a new run by tx.init(params)."
     )
-  return jnp.where(same, state.count, jnp.int32(-1))
+  return jnp.where(same, state.count, NO_STEP)
 
 
 def _dense(state: SparseState, params: Any) -> dict[str, jax.Array]:

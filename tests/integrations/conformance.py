@@ -47,7 +47,7 @@ def assert_nm(w, axes, pattern, path=""):
 
 def assert_sparse(params, rules, pattern, places):
   """So many weights have a place in the rules, and each is n:m along its axes."""
-  found, weights = rules.assign(params).places, dict(flatten(params))
+  found, weights = rules.assign(params).sites, dict(flatten(params))
   assert len(found) == places
   for path, site in found.items():
     assert_nm(weights[path], site.groups.axes, pattern, path)

@@ -127,8 +127,8 @@ def axes(*arguments):
 
   with jax.set_mesh(mesh), logical_axis_rules(config.logical_axis_rules):
     every = nms.Rules({".*decoder/layers.*/kernel": ONE.places["ff"]})
-    traced = every.for_model(forward, params, rest, tokens).assign(params).places
-  named = ONE.assign(params).places
+    traced = every.for_model(forward, params, rest, tokens).assign(params).sites
+  named = ONE.assign(params).sites
   return [{p: site.groups.axes for p, site in found.items()} for found in (named, traced)]
 
 

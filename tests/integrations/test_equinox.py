@@ -114,9 +114,9 @@ def test_losses_are_those_of_a_loop_by_hand(name):
 def test_the_family_knows_what_the_layers_sum_over_and_so_does_the_trace():
   model = Block(KEY)
   place = nms.Rules({".*(proj|layers/.|out)/weight": recipe_of("sr_ste", "2:8", STEPS)})
-  traced = place.for_model(lambda model, x: model(x), model, X[0]).assign(model).places
+  traced = place.for_model(lambda model, x: model(x), model, X[0]).assign(model).sites
   assert {site.axis for site in traced.values()} == {1} and len(traced) == 7
-  for path, site in RULES["sr_ste"].assign(model).places.items():
+  for path, site in RULES["sr_ste"].assign(model).sites.items():
     layer = layer_at(model, path.removesuffix("/weight"))
     call = lambda w, x, layer=layer: eqx.tree_at(lambda at: at.weight, layer, w)(x)
     assert_sums_over(site, layer.weight, input_of(site), call)
@@ -131,7 +131,7 @@ def test_layers_that_filter_vmap_stacks():
     lambda x, layer: (eqx.combine(layer, static)(x), None), x, dynamic
   )[0]
   traced = RULES["sr_ste"].for_model(forward, dynamic, X[0])  # some have no bias
-  assert {site.axis for site in traced.assign(blocks).places.values()} == {2}
+  assert {site.axis for site in traced.assign(blocks).sites.values()} == {2}
 
 
 def test_no_axis_is_guessed():
@@ -218,7 +218,7 @@ def test_haliax_axes_come_from_the_program():
   model = Named(KEY)
   rules = nms.Rules({"ff": LINEAR, "(mixed|turned)/weight/0": LINEAR})
   rules = rules.for_model(lambda model, x: model(x), model, x)
-  axes = {path: site.axis for path, site in rules.assign(model).places.items()}
+  axes = {path: site.axis for path, site in rules.assign(model).sites.items()}
   assert (axes["mixed/weight/0"], axes["turned/weight/0"], len(axes)) == ((0, 1), 1, 4)
   tx = nms.sparse(optax.adamw(1e-2), rules)
   opt = tx.init(eqx.filter(model, eqx.is_inexact_array))

@@ -345,14 +345,14 @@ def test_roles_name_all_kernels_of_blocks_and_layouts_are_those_of_the_program(n
   recipe = recipe_of("sr_ste", "1:4", STEPS)
   for path in kernels:
     try:
-      site = nms.Rules({path: recipe}).assign(params).places[path]
+      site = nms.Rules({path: recipe}).assign(params).sites[path]
     except ValueError:  # the family is not sure
       assert path.endswith("gating_einsum")
     else:
       assert site.groups.axes == axes[path]
   # One line tells the rest.
   rules = gemma_kauldron.rules_for(model, recipe)
-  sites = rules.assign(params).places
+  sites = rules.assign(params).sites
   assert sites.keys() == {p for p in kernels if not p.endswith("attn_vec_einsum/w")}
   assert all(site.groups.axes == axes[path] for path, site in sites.items())
 

@@ -117,9 +117,9 @@ def test_the_family_knows_what_the_layers_sum_over():
     one = hk.transform(lambda x: hk.Linear(len(layer["b"]), name="one")(x))
     return lambda w, x: hk.without_apply_rng(one).apply({"one": layer | {"w": w}}, x)
 
-  places = RULES["sr_ste"].assign(params).places
-  assert len(places) == 6
-  for path, site in places.items():
+  sites = RULES["sr_ste"].assign(params).sites
+  assert len(sites) == 6
+  for path, site in sites.items():
     name = path.removesuffix("/w")
     assert_sums_over(site, params[name]["w"], inputs[name], linear(params[name]))
 
@@ -149,7 +149,7 @@ def test_the_trace_says_the_same_as_the_family(name):
   state = jax.tree.map(lambda x: jnp.ones(x.shape), state)
   apply = lambda params, x: made.apply(params, state, x)[0]
   rules = nms.Rules(dict.fromkeys(places, SPARSE))
-  assert rules.assign(params).places  # the family knows every axis
+  assert rules.assign(params).sites  # the family knows every axis
   assert rules.for_model(apply, params, x) == rules  # and the program agrees: it adds none
 
 

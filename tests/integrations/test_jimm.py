@@ -58,15 +58,15 @@ def test_the_line_trains_nm_weights(name):
 
 def test_axes_of_the_family_are_those_of_the_program():
   rules, model = RULES["sr_ste"], vit()
-  assert len(rules.assign(nnx.state(model, nnx.Param)).places) == 6
+  assert len(rules.assign(nnx.state(model, nnx.Param)).sites) == 6
   assert rules.for_model(lambda model, x: model(x), model, X) == rules
 
 
 def test_its_pooling_head_which_no_trace_can_follow():
   """Its query is a parameter, so a product of parameters comes first."""
   model = jimm.SigLIPVisionModel(16, 2, 64, 8, rngs=nnx.Rngs(0))
-  places = RULES["sr_ste"].assign(nnx.state(model, nnx.Param)).places
-  head = {path: site for path, site in places.items() if "map_head/attn" in path}
+  sites = RULES["sr_ste"].assign(nnx.state(model, nnx.Param)).sites
+  head = {path: site for path, site in sites.items() if "map_head/attn" in path}
   assert len(head) == 4
   for path, site in head.items():
     layer = layer_at(model, path.removesuffix("/kernel"))

@@ -328,7 +328,7 @@ def test_the_family_knows_the_axes_of_keras_names_and_a_trace_those_of_your_own(
   model = keras.Model(image, keras.layers.EinsumDense("abc,dc->abd", (None, 16))(h))
   p, x = params(model), jax.ShapeDtypeStruct((2, 8, 8, 4), "float32")
   known = nms.Rules({"qkv": RECIPE, "o": RECIPE, ".*conv.*/kernel": RECIPE})
-  assert len(known.assign(p).places) == 10
+  assert len(known.assign(p).sites) == 10
   # Only what the rules do not know is added.
   assert not known.for_model(forward_of(model), p, x).axes
   rest = nms.Rules({".*/kernel": RECIPE})
@@ -356,7 +356,7 @@ def test_the_family_knows_the_axes_of_keras_hub(name):
   known = nms.Rules({"qkv": RECIPE, "o": RECIPE, "ff": RECIPE})
   one = lambda x: jax.ShapeDtypeStruct((1, *(n or 8 for n in x.shape[1:])), x.dtype)
   traced = known.for_model(forward_of(model), p, jax.tree.map(one, model.input))
-  assert len(traced.assign(p).places) >= 6
+  assert len(traced.assign(p).sites) >= 6
   # Gemma's q, k and v are asked of the program: flax's attention may have their names.
   assert [*traced.axes.values()] == [1] * 3 * (name == "GemmaBackbone")
 
@@ -368,7 +368,7 @@ def test_the_family_knows_what_attention_sums_over():
            "o": layer.output_dense}  # fmt: skip
   tree = {v.path: v.value for v in layer.trainable_variables}
   for role, part in parts.items():
-    (site,) = nms.Rules({role: RECIPE}).assign(tree).places.values()
+    (site,) = nms.Rules({role: RECIPE}).assign(tree).sites.values()
     assert site.path == part.kernel.path
     call = lambda w, x, part=part: part.stateless_call([w, part.bias.value], [], x)[0]
     assert_sums_over(site, part.kernel.value, input_of(site, 1, 6), call)

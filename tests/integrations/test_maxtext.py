@@ -84,7 +84,7 @@ def test_a_skipped_step_counts_for_the_schedule_unless_the_skip_stands_outside(f
   outside, inside = result(found, "spikes"), result(found, "spikes inside")
   assert outside["opt"]["count"] == STEPS and inside["opt"]["inner_state/count"] < STEPS
   assert_sparse(outside["params"], RULES, "1:8", places=7)
-  assert all(inside["params"][path].all() for path in RULES.assign(inside["params"]).places)
+  assert all(inside["params"][path].all() for path in RULES.assign(inside["params"]).sites)
 
 
 def test_families_know_the_axes_of_the_products(found):

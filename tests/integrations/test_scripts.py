@@ -115,7 +115,7 @@ def prove(rules, params, places, layer_of):
   """
   assert_sparse(params, rules, "1:4", places)
   weights = dict(flatten(params))
-  for path, site in rules.assign(params).places.items():
+  for path, site in rules.assign(params).sites.items():
     x, call = layer_of(path.removesuffix("/kernel"), site)
     assert_sums_over(site, weights[path], x, call)
 

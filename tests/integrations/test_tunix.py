@@ -125,7 +125,7 @@ def test_roles_find_the_kernels_of_a_family_and_the_axis_that_its_products_sum_o
   model = family(name)
   graph, params, rest = nnx.split(model, nnx.Param, ...)
   rules = RULES["sr_ste"]
-  sites = rules.assign(params).places
+  sites = rules.assign(params).sites
   kernels = re.compile(r"layers/./(mlp|attn|moe)/(?!router)\w*(proj|einsum|linear)(/w|/kernel)?")
   assert sorted(sites) == sorted(p for p, _ in flatten(params) if kernels.fullmatch(p))
 

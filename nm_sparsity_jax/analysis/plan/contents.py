@@ -25,13 +25,13 @@ def schedule(assignment: Assignment, offset: int = 0) -> list[dict[str, Any]]:
     offset: the global step before the first sparse one.
   """
   timelines: dict[tuple, list[Any]] = {}
-  for place in assignment.places.values():
-    key = place.recipe, place.recipe.timeline(place.axis_size)
-    timelines.setdefault(key, []).append(place)
+  for site in assignment.sites.values():
+    key = site.recipe, site.recipe.timeline(site.axis_size)
+    timelines.setdefault(key, []).append(site)
   return [
     {
-      "rules": list(dict.fromkeys(place.key for place in places)),
-      "axis_sizes": sorted({place.axis_size for place in places}),
+      "rules": list(dict.fromkeys(site.place for site in sites)),
+      "axis_sizes": sorted({site.axis_size for site in sites}),
       "recipe": recipe.name,
       "pattern": recipe.pattern,
       "segments": [
@@ -46,7 +46,7 @@ def schedule(assignment: Assignment, offset: int = 0) -> list[dict[str, Any]]:
         for s in segments
       ],
     }
-    for (recipe, segments), places in timelines.items()
+    for (recipe, segments), sites in timelines.items()
   ]
 
 
@@ -113,7 +113,7 @@ def cost(plan: Plan, assignment: Assignment) -> dict[str, Any] | None:
   assert plan.rules is not None  # an assignment is of rules
   sparse = flops.inference(dense, plan.rules)
   batch = plan.config.get("BATCH_SIZE") or getattr(plan.workload, "batch_size", None) or 1
-  steps = next((p.recipe.phases.total for p in assignment.places.values() if p.recipe.phases), 0)
+  steps = next((p.recipe.phases.total for p in assignment.sites.values() if p.recipe.phases), 0)
   training = None
   if plan.trains and steps:
     training = {
@@ -130,6 +130,6 @@ def cost(plan: Plan, assignment: Assignment) -> dict[str, Any] | None:
     "parameters": {
       "dense": dense.params,
       "kept": sparse.params,
-      "in_sparse_kernels": sum(math.prod(place.shape) for place in assignment.places.values()),
+      "in_sparse_kernels": sum(math.prod(site.shape) for site in assignment.sites.values()),
     },
   }

@@ -9,6 +9,6 @@ shard holds whole groups.
 """
 
 from nm_sparsity_jax.core.masks.making import Axis, check_axis, magnitude_mask, nm_mask
-from nm_sparsity_jax.core.masks.pins import pinned
+from nm_sparsity_jax.core.masks.once import computed_once
 
-__all__ = ["Axis", "check_axis", "magnitude_mask", "nm_mask", "pinned"]
+__all__ = ["Axis", "check_axis", "computed_once", "magnitude_mask", "nm_mask"]

@@ -13,7 +13,7 @@ from jax import lax
 
 from nm_sparsity_jax.core.masks import primitive, selection
 from nm_sparsity_jax.core.masks.keys import score_keys
-from nm_sparsity_jax.core.masks.selection import Kept
+from nm_sparsity_jax.core.masks.selection import KeepSpec
 from nm_sparsity_jax.core.patterns import NM
 
 Axis = int | Sequence[int]
@@ -93,7 +93,7 @@ def magnitude_mask(
     )
   axes = _whole_groups(w.shape, axis, pattern.m)
   last = pattern.n if settles and n is not None else None
-  kept = Kept(pattern.m, pattern.n if n is None else None, last)
+  kept = KeepSpec(pattern.m, pattern.n if n is None else None, last)
   return primitive.mask(w, kept, axes, n, parent)
 
 

@@ -20,14 +20,14 @@ from jax.interpreters import batching, mlir
 
 from nm_sparsity_jax.core.masks import selection, tpu
 from nm_sparsity_jax.core.masks.keys import ABSENT, magnitude_keys
-from nm_sparsity_jax.core.masks.selection import Kept
+from nm_sparsity_jax.core.masks.selection import KeepSpec
 
 
 # One program for each shape: the passes one by one would each write the whole weight.
 @functools.partial(jax.jit, inline=True, static_argnums=(1, 2))
 def mask(
   w: jax.Array,
-  kept: Kept,
+  kept: KeepSpec,
   axes: tuple[int, ...],
   n: jax.Array | int | None,
   parent: jax.Array | None,
@@ -67,13 +67,13 @@ def _varying(aval) -> frozenset:
   return aval.vma if hasattr(aval, "vma") else aval.manual_axis_type.varying
 
 
-def groupwise(w, n, parent=None, *, kept: Kept, axes: tuple[int, ...]):
+def groupwise(w, n, parent=None, *, kept: KeepSpec, axes: tuple[int, ...]):
   """Returns the mask by elementwise passes and reductions within a group, for any dtype."""
   if kept.last is not None:
     return lax.cond(
       n == kept.last,
-      lambda: groupwise(w, n, parent, kept=Kept(kept.m, kept.last), axes=axes),
-      lambda: groupwise(w, n, parent, kept=Kept(kept.m), axes=axes),
+      lambda: groupwise(w, n, parent, kept=KeepSpec(kept.m, kept.last), axes=axes),
+      lambda: groupwise(w, n, parent, kept=KeepSpec(kept.m), axes=axes),
     )
   keys = magnitude_keys(w.reshape(selection.in_groups(w.shape, axes, kept.m)))
   if parent is not None:

@@ -17,14 +17,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from nm_sparsity_jax.core.masks.pins import pinned
+from nm_sparsity_jax.core.masks.once import computed_once
 
 # Which selection is cheapest for which m; measured by benchmarks/masks.py.
 _MAX_M_FOR_NETWORK = 32  # a min-max network: its program, and so its compilation, grows with m
 _MAX_M_FOR_RANKS = 16  # m comparisons per weight, for a traced n
 
 
-class Kept(NamedTuple):
+class KeepSpec(NamedTuple):
   """What to keep of each group, as far as it is known before the program runs.
 
   Attributes:
@@ -87,7 +87,7 @@ def _one_extreme(keys: jax.Array, axis: int, *, largest: bool) -> jax.Array:
 
 def _ranks(keys: jax.Array, axis: int) -> jax.Array:
   """Counts the keys of a group that come before each key: larger, or equal with a lower index."""
-  keys = pinned(keys)
+  keys = computed_once(keys)
   index = _iota(keys.shape, axis, keys.dtype)
   rank = jnp.zeros(keys.shape, jnp.uint8)
   for j in range(keys.shape[axis]):
@@ -107,8 +107,8 @@ def _cut(keys: jax.Array, from_end: jax.Array, kth: Callable) -> jax.Array:
   small = from_end.dtype.type
   threshold = kth(keys)
   place = jnp.where(keys == threshold, from_end, small(0))
-  top = small(np.iinfo(small).max - 1)  # the very last one is `pinned`'s
-  place = pinned(jnp.where(keys > threshold, top, place))
+  top = small(np.iinfo(small).max - 1)  # the very last one is `computed_once`'s
+  place = computed_once(jnp.where(keys > threshold, top, place))
   return place >= kth(place)
 
 
@@ -119,7 +119,7 @@ def _from_end(shape, axis: int) -> jax.Array:
 
 
 def _count_dtype(m: int):
-  """Returns the smallest unsigned dtype that holds 0 to m, `_cut`'s top and the one of `pinned`."""
+  """Returns the smallest unsigned dtype for 0 to m, `_cut`'s top and that of `computed_once`."""
   if m < 254:
     return jnp.uint8
   return jnp.uint16 if m < 65534 else jnp.uint32
@@ -144,7 +144,7 @@ def kth_by_network(keys: jax.Array, n: int, axis: int) -> jax.Array:
       rows[a] = jnp.minimum(x, y)
     if high:
       rows[b] = jnp.maximum(x, y)
-  return pinned(rows[target])
+  return computed_once(rows[target])
 
 
 def _batcher(m: int) -> list[tuple[int, int]]:

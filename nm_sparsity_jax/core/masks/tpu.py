@@ -21,7 +21,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from nm_sparsity_jax.core.masks.keys import ABSENT
-from nm_sparsity_jax.core.masks.selection import Kept
+from nm_sparsity_jax.core.masks.selection import KeepSpec
 
 # Ranks shift the block twice for each of m - 1 rivals; a search counts 31 + log2(m) times.
 _MAX_M_FOR_RANKS = 8
@@ -33,7 +33,7 @@ _LANES, _PACKED = 128, 32  # a tile of bytes
 _DTYPES = ("float32", "bfloat16")
 
 
-def serves(w: Any, kept: Kept, axes: tuple[int, ...]) -> bool:
+def serves(w: Any, kept: KeepSpec, axes: tuple[int, ...]) -> bool:
   """Returns whether the kernel serves a weight; XLA's way serves the others.
 
   A block holds whole groups and whole tiles. Groups of 75 fill whole tiles of 32 once in 2,400
@@ -56,7 +56,7 @@ def mask(
   n: jax.Array,
   parent: jax.Array | None = None,
   *,
-  kept: Kept,
+  kept: KeepSpec,
   axes: tuple[int, ...],
   interpret: bool = False,
 ) -> jax.Array:
@@ -136,7 +136,7 @@ def _up(size: int, unit: int) -> int:
   return -(-size // unit) * unit
 
 
-def _kernel(kept: Kept, last: bool, scalars, w, *refs):
+def _kernel(kept: KeepSpec, last: bool, scalars, w, *refs):
   """Writes the mask of one block; the groups lie along its first axis, or the second if `last`."""
   keys, out = _keys(w[...]), refs[-1]
   if len(refs) == 2:
@@ -149,11 +149,11 @@ def _kernel(kept: Kept, last: bool, scalars, w, *refs):
     write(kept)
     return
   settled = scalars[0] == kept.last
-  pl.when(settled)(lambda: write(Kept(kept.m, kept.last)))
-  pl.when(jnp.logical_not(settled))(lambda: write(Kept(kept.m)))
+  pl.when(settled)(lambda: write(KeepSpec(kept.m, kept.last)))
+  pl.when(jnp.logical_not(settled))(lambda: write(KeepSpec(kept.m)))
 
 
-def _of_block(keys: jax.Array, kept: Kept, last: bool, n) -> jax.Array:
+def _of_block(keys: jax.Array, kept: KeepSpec, last: bool, n) -> jax.Array:
   # int32, 0 or 1: a v4 writes no booleans as bytes.
   n = n if kept.n is None else kept.n
   if kept.m <= _MAX_M_FOR_RANKS and kept.n != 1:
@@ -174,7 +174,7 @@ def _keys(w: jax.Array) -> jax.Array:
   return jnp.where(bits > inf, 1, bits + 2)
 
 
-def _chosen(keys: jax.Array, kept: Kept, n) -> jax.Array:
+def _chosen(keys: jax.Array, kept: KeepSpec, n) -> jax.Array:
   """Returns which keys [groups, m, ...] are among the n largest of their group."""
   m = kept.m
   index = lax.broadcasted_iota(jnp.int32, keys.shape, 1)

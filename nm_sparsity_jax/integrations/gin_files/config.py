@@ -32,8 +32,6 @@ except ImportError:  # what else is here does without
 
 # What t5x's programs call the function that a run file configures.
 PROGRAMS = {"train": "t5x.train", "evaluate": "t5x.eval", "infer": "t5x.infer"}
-# The package of those of the local runner: train, evaluate, infer.
-LOCAL = "nm_sparsity_jax.trainer"
 # Macros that `plan` makes, and others that it reads, whether a function does or not.
 MADE = ("RULES", "NETWORK", "MODEL", "WORKLOAD")
 READ = ("PRETRAINED_STEPS", "BATCH_SIZE", "TASK_FEATURE_LENGTHS")
@@ -77,7 +75,17 @@ class Config:
       for binding in bindings:
         self._read(binding, gin.parse_config)
     self._table = gin._CONFIG
-    self._find_program()
+    self.program: str | None = None
+    self.local = False
+    for scope, selector in self._table:
+      # A selector begins with the module as the file imported it, so its last word is the name.
+      name = selector.split(".")[-1]
+      if not scope and name in PROGRAMS:
+        module = gin._REGISTRY[selector].wrapped.__module__
+        self.local = module.startswith("nm_sparsity_jax.trainer.")
+        if self.local or module == PROGRAMS[name]:
+          self.program = name
+          break
     if not self.errors:  # else what is unset may be set in what could not be read
       self.errors += map(_ask_for, sorted(self._unset()))
       own = [binding.partition("=")[0].strip() for binding in bindings]
@@ -92,20 +100,6 @@ class Config:
       parse(what)
     except Exception as e:  # what a file imports may raise anything
       self.errors.append(f"{what}: {message(e)}")
-
-  def _find_program(self) -> None:
-    """Looks for the program that a run file configures."""
-    self.program: str | None = None
-    self.local = False
-    for scope, selector in self._table:
-      # A selector begins with the module as the file imported it, so its last word is the name.
-      name = selector.split(".")[-1]
-      if not scope and name in PROGRAMS:
-        module = gin._REGISTRY[selector].wrapped.__module__
-        self.local = module.startswith(f"{LOCAL}.")
-        if self.local or module == PROGRAMS[name]:
-          self.program = name
-          return
 
   # --- what is set --------------------------------------------------------------------------------
 

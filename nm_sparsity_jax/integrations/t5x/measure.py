@@ -14,34 +14,13 @@ and microbatches, so metrics change no bit of training.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from typing import Any
 
-import jax
 from flax import traverse_util
 from flax.core import unfreeze
-from t5x import optimizers, trainer, utils
+from t5x import optimizers, trainer
 
 from nm_sparsity_jax.training import metrics
-
-
-def write(
-  samples: Mapping[int, Mapping[str, Any]],
-  write_scalars: Callable[[int, dict[str, float]], None],
-) -> None:
-  """Writes each sample under its own step; waits until the device has made it.
-
-  T5X itself writes the mean over many steps under the last of them.
-
-  Args:
-    samples: T5X's global step after the update -> name -> value.
-    write_scalars: (step, name -> value), as of T5X's `MetricsManager`.
-  """
-  for step, values in samples.items():
-    values = jax.tree.map(utils.get_local_data, values)
-    # n and m are 0 where the kernels of a rule have different patterns.
-    is_pattern = lambda name: name.startswith(("nm/n/", "nm/m/"))
-    write_scalars(step, {k: float(x) for k, x in values.items() if x or not is_pattern(k)})
 
 
 def programs(run: Any) -> tuple[Any, Any]:
@@ -64,7 +43,7 @@ def programs(run: Any) -> tuple[Any, Any]:
   rules = model.stored_rules
   by_path = traverse_util.flatten_dict(unfreeze(axes.params), sep="/")
   # Each device keeps the masks of its shard from the one program to the other.
-  masks_spec = {path: by_path[path] for path in rules.assign(model.made).places}
+  masks_spec = {path: by_path[path] for path in rules.assign(model.made).sites}
   seen_spec = metrics.Before(masks_spec, None)  # type: ignore
 
   def before(train_state, batch):

@@ -17,13 +17,13 @@ import jax.core
 import jax.numpy as jnp
 import numpy as np
 import optax
-from flax import traverse_util
 from flax.core import freeze, unfreeze
 from flax.linen import partitioning
 from jax.sharding import NamedSharding, PartitionSpec
 from t5x import models, optimizers, utils
 
-from nm_sparsity_jax.core.trees import flatten
+from nm_sparsity_jax.core.schedules import NO_STEP
+from nm_sparsity_jax.core.trees import flatten, nested
 from nm_sparsity_jax.training import apply, layers, rules_text, transform
 from nm_sparsity_jax.training.rules import Rules
 from nm_sparsity_jax.training.stored import State, init_state
@@ -76,26 +76,36 @@ class SparseModel(models.BaseTransformerModel):
   def with_rules(self, rules: Rules) -> SparseModel:
     """Returns the same model with other rules."""
     other = copy.copy(self)
-    other.rules, other.made = rules, {}  # shapes are known from `get_initial_variables` on
-    other._store(rules)
+    other.rules = other.stored_rules = rules
+    other.made = {}  # shapes are known from `get_initial_variables` on
     return other
 
-  def _store(self, rules: Rules) -> None:
-    self.stored_rules = rules
-    self._text = rules_text.pack(rules_text.describe(rules))
+  @property
+  def _text(self) -> np.ndarray:
+    # The same on all devices: shardings are not in it.
+    return rules_text.pack(rules_text.describe(self.stored_rules))
 
   def get_initial_variables(self, rng, input_shapes, input_types=None):
     """Returns T5X's variables, and the collection `nm_sparsity` at step 0."""
     variables = unfreeze(super().get_initial_variables(rng, input_shapes, input_types))
     params, axes = variables["params"], variables.get("params_axes")
     # T5X names the axes of each parameter, so those of scanned kernels are known from here on.
-    self._store(self.rules.with_logical_axes(axes) if axes else self.rules)
+    self.stored_rules = self.rules.with_logical_axes(axes) if axes else self.rules
     self.made = {path: jax.ShapeDtypeStruct(x.shape, x.dtype) for path, x in flatten(params)}
     state = init_state(params, self.stored_rules)
     mine = self.collect(jnp.int32(0), jnp.int32(UNKNOWN), state)
     variables[COLLECTION] = mine
     if axes:
-      variables[f"{COLLECTION}_axes"] = axes_like(mine, axes, self.made)
+      # What has the shape of its parameter has its axes too. So what a recipe of a user's own keeps
+      # is sharded, whatever it is called.
+      is_axes = lambda x: isinstance(x, partitioning.AxisMetadata)
+      names, found = dict(flatten(axes, is_leaf=is_axes)), {}
+      for path, leaf in flatten(mine):
+        owner = path.partition("/")[2]  # without a word such as 'mask'
+        is_alike = owner in self.made and self.made[owner].shape == leaf.shape
+        own = names[f"{owner}_axes"].names if is_alike else (None,) * leaf.ndim
+        found[f"{path}_axes"] = partitioning.AxisMetadata(names=own)
+      variables[f"{COLLECTION}_axes"] = nested(found)
     return freeze(variables)
 
   def know_shardings(self, mesh, axes):
@@ -109,7 +119,6 @@ class SparseModel(models.BaseTransformerModel):
     """
     is_spec = lambda x: isinstance(x, PartitionSpec)
     shardings = jax.tree.map(lambda x: NamedSharding(mesh, x), unfreeze(axes), is_leaf=is_spec)
-    # The text stays as it is: a checkpoint may go on with other devices.
     self.stored_rules = self.stored_rules.with_shardings(shardings)
 
   def loss_fn(self, params, batch, dropout_rng, flax_mutables=None):
@@ -148,9 +157,9 @@ class SparseModel(models.BaseTransformerModel):
   def read(self, flax_mutables) -> tuple[jax.Array, State]:
     """Returns the step and the stored masks in `flax_mutables`."""
     mine = flax_mutables[COLLECTION]
-    # Under jit no value can be looked at. Other rules give step -1 there, so every loss is NaN.
+    # Under jit no value can be looked at. Other rules give NO_STEP there, so every loss is NaN.
     same = jnp.all(mine["rules"] == jnp.asarray(self._text))
-    step = jnp.where(same, mine["step"], jnp.int32(-1))
+    step = jnp.where(same, mine["step"], NO_STEP)
     # Stored masks know the step that they were made for; it is saved once, not twice.
     kept = {k: v for k, v in mine.items() if k not in ("step", "start", "rules")}
     return step, {"step": mine["step"], **kept} if kept else {}
@@ -204,24 +213,3 @@ def sparse(model: models.BaseTransformerModel, rules: Rules) -> SparseModel:
   # T5X's methods stay those of the model's class, which gin may have bound arguments of.
   made.__class__ = type(f"Sparse{cls.__name__}", (SparseModel, cls), {})
   return made.with_rules(rules)
-
-
-def axes_like(mine, params_axes, made):
-  """Returns logical axes of the collection: what has the shape of its parameter has its axes too.
-
-  So what a recipe of a user's own keeps is sharded, whatever it is called.
-
-  Args:
-    mine: the collection, whose paths are those of the parameters below a word such as 'mask'.
-    params_axes: logical axes of the parameters.
-    made: path -> shape and dtype of each parameter.
-  """
-  is_axes = lambda x: isinstance(x, partitioning.AxisMetadata)
-  names = dict(flatten(params_axes, is_leaf=is_axes))
-  axes = {}
-  for path, leaf in flatten(mine):
-    owner = path.partition("/")[2]
-    is_alike = owner in made and made[owner].shape == leaf.shape
-    found = names[f"{owner}_axes"].names if is_alike else (None,) * leaf.ndim
-    axes[f"{path}_axes"] = partitioning.AxisMetadata(names=found)
-  return traverse_util.unflatten_dict(axes, sep="/")

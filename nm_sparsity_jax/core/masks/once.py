@@ -16,24 +16,24 @@ from jax import lax
 from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
 
-_pinned = Primitive("nm_pinned")
-_pinned.def_impl(lambda x: x)
-_pinned.def_abstract_eval(lambda x: x)
-batching.defvectorized(_pinned)
+_once = Primitive("nm_computed_once")
+_once.def_impl(lambda x: x)
+_once.def_abstract_eval(lambda x: x)
+batching.defvectorized(_once)
 
 
-def pinned(x: jax.Array) -> jax.Array:
+def computed_once(x: jax.Array) -> jax.Array:
   """Returns x itself, computed once on a CPU.
 
   Args:
     x: unsigned integers below the largest of their type.
   """
-  return _pinned.bind(x)
+  return _once.bind(x)
 
 
 def _remainder(x):
   return lax.rem(x, x.dtype.type(np.iinfo(x.dtype).max))
 
 
-mlir.register_lowering(_pinned, lambda _, x: [x])
-mlir.register_lowering(_pinned, mlir.lower_fun(_remainder, multiple_results=False), platform="cpu")
+mlir.register_lowering(_once, lambda _, x: [x])
+mlir.register_lowering(_once, mlir.lower_fun(_remainder, multiple_results=False), platform="cpu")
