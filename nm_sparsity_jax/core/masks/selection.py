@@ -20,8 +20,10 @@ from jax import lax
 from nm_sparsity_jax.core.masks.once import computed_once
 
 # Which selection is cheapest for which m; measured by benchmarks/masks.py.
-_MAX_M_FOR_NETWORK = 32  # a min-max network: its program, and so its compilation, grows with m
-_MAX_M_FOR_RANKS = 16  # m comparisons per weight, for a traced n
+# A min-max network: its program, and so its compilation, grows with m.
+_MAX_M_FOR_NETWORK = 32  # no mutants: speed alone
+# m comparisons per weight, for a traced n.
+_MAX_M_FOR_RANKS = 16  # no mutants: speed alone
 
 
 class KeepSpec(NamedTuple):
@@ -67,11 +69,11 @@ def select(keys: jax.Array, n: jax.Array | int, axis: int) -> jax.Array:
   if isinstance(n, int):
     if n == 1:
       return _one_extreme(keys, axis, largest=True)
-    if n == m - 1:
+    if n == m - 1:  # no mutants: other ways find the same, slower
       return ~_one_extreme(keys, axis, largest=False)
-    if m <= _MAX_M_FOR_NETWORK:
+    if m <= _MAX_M_FOR_NETWORK:  # no mutants: speed alone
       kth = functools.partial(kth_by_network, n=n, axis=axis)
-  elif m <= _MAX_M_FOR_RANKS:
+  elif m <= _MAX_M_FOR_RANKS:  # no mutants: speed alone
     return _ranks(keys, axis) < n.astype(jnp.uint8)
   return _cut(keys, _from_end(keys.shape, axis), kth)
 

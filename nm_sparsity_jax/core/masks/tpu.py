@@ -24,8 +24,9 @@ from nm_sparsity_jax.core.masks.keys import ABSENT
 from nm_sparsity_jax.core.masks.selection import KeepSpec
 
 # Ranks shift the block twice for each of m - 1 rivals; a search counts 31 + log2(m) times.
-_MAX_M_FOR_RANKS = 8
-_BLOCK = 1 << 17  # weights of a block, where groups are short enough
+_MAX_M_FOR_RANKS = 8  # no mutants: speed alone
+# Weights of a block, where groups are short enough.
+_BLOCK = 1 << 17  # no mutants: speed alone
 # Of a block along the groups: VMEM holds 128 of them, and what comes of them. Groups that fill no
 # whole registers of 8 rows are spread over more.
 _LONGEST, _LONGEST_SPREAD, _ROWS = 2048, 1024, 8
@@ -127,9 +128,11 @@ class _View(NamedTuple):
     _, rows, columns = self.shape
     if self.last:
       wide = min(columns, _up(512, math.lcm(group, _LANES)))
-      return min(rows, max(_PACKED, _BLOCK // wide // _PACKED * _PACKED)), wide
+      high = max(_PACKED, _BLOCK // wide // _PACKED * _PACKED)  # no mutants: speed alone
+      return min(rows, high), wide
     high = min(rows, _up(256, math.lcm(group, _PACKED)))
-    return high, min(columns, max(_LANES, _BLOCK // high // _LANES * _LANES))
+    wide = max(_LANES, _BLOCK // high // _LANES * _LANES)  # no mutants: speed alone
+    return high, min(columns, wide)
 
 
 def _up(size: int, unit: int) -> int:
@@ -205,7 +208,7 @@ def _searched(keys: jax.Array, n: jax.Array | int, place: jax.Array) -> jax.Arra
     place: m, m - 1, ..., 1 along it.
   """
   threshold = _nth_largest(keys, n, bits=31)
-  bits = (keys.shape[1] + 1).bit_length()
+  bits = keys.shape[1].bit_length()
   place = jnp.where(keys == threshold, place, 0)
   place = jnp.where(keys > threshold, (1 << bits) - 1, place)
   return place >= _nth_largest(place, n, bits)
