@@ -25,7 +25,7 @@ SURVIVORS = "10"  # percent
 CONFIG = """
 [cosmic-ray]
 module-path = [{modules}]
-timeout = 900.0
+timeout = 300.0
 test-command = "{python} -m pytest -x -q -p no:xdist {tests}"
 distributor.name = "local"
 """
