@@ -1,4 +1,4 @@
-"""The examples run as a user would run them, and end as they say."""
+"""The example of NNX runs as a user would run it, and ends as it says; so does its notebook."""
 
 import json
 import pathlib
@@ -7,7 +7,7 @@ import re
 import jax
 import pytest
 
-ROOT = pathlib.Path(__file__).parents[1]
+ROOT = pathlib.Path(__file__).parents[2]
 
 
 def test_nnx_llm_learns_and_ends_1_of_4_and_its_notebook_is_the_same_program(monkeypatch, capsys):
