@@ -3,7 +3,7 @@
     python -m nm_sparsity_jax.integrations.kauldron --cfg=examples/kauldron_vit.py \
       --cfg.workdir=/data/vit_b
 
-`nms.sparse` around the optimizer is ours, and a metric. docs/vision.md has more commands.
+`nms.sparse` around the optimizer is ours, and a metric. docs/kauldron.md has more commands.
 """
 
 from kauldron import konfig

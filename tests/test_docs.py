@@ -82,7 +82,7 @@ def folder(tmp_path, monkeypatch):
 
 @of("python")
 def test_python_runs(block, folder, capsys):
-  if "kauldron" in block.code or "gm.nn" in block.code:
+  if "kauldron" in block.code:
     compile(block.code, "a block", "exec")  # tests/integrations/test_gemma.py runs its like
   elif "seqio" in block.code:
     if reason := tasks_found.why_not():
