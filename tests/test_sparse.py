@@ -357,7 +357,6 @@ def test_mistakes_are_said():
   for word, do in (
     ("needs the parameters", lambda: TX.update(params, opt)),
     ("inside", lambda: nms.sparse(optax.chain(optax.clip(1), several), RULES).init(params)),
-    ("fast and slow", lambda: nms.sparse(WRAPPERS["lookahead"](SGD), RULES).init(params)),
     ("grad_fn=.*dense", lambda: TX.update(params, opt, params, grad_fn=jax.grad(loss))),
     ("0 states", lambda: nms.dense_params(params, INNER.init(params))),
     ("mask as state", lambda: nms.sr_ste(RULES).update(params, opt, params)),
