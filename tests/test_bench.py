@@ -5,6 +5,7 @@ import json
 
 import jax
 import numpy as np
+import pytest
 
 import nm_sparsity_jax as nms
 from nm_sparsity_jax import cli
@@ -64,4 +65,6 @@ def test_the_command_measures_shapes(monkeypatch, capsys):
   found = json.loads(capsys.readouterr().out)
   assert [t["dense_bytes"] for t in found["timings"]] == [16 * 8 * 4, 32 * 8 * 4]
   for wrong in ([], ["model", "--shapes", "16,8,1"]):
-    assert cli.main(["bench", *wrong]) == 1 and "--shapes" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+      cli.main(["bench", *wrong])
+    assert "--shapes" in capsys.readouterr().err

@@ -193,7 +193,6 @@ def misfit(tensors, config):
   [
     (misfit, r"3 of 55 missing \(encoder.block.0.*, 1 unknown .*, 1 of another shape"),
     (lambda tensors, config: config.update(model_type="mt5"), "mt5"),
-    (lambda tensors, config: config.pop("d_kv"), "config.json' has no d_kv"),
   ],
 )
 def test_a_folder_of_what_we_do_not_compute_is_refused_by_name(change, words, tmp_path):

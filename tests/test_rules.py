@@ -65,7 +65,7 @@ TWICE = nms.Rules({"qkv": LINEAR, "encoder/q": OTHER})  # the first one has them
   [
     ("regular expression", lambda: nms.Rules({"ff": LINEAR}, axes={"[": 0})),
     ("none that is left.*'encoder/q'", lambda: TWICE.assign(QUERY)),
-    ("optional=", lambda: nms.Rules({"ff": LINEAR}, optional=["fff"])),
+    ("match no parameter.*'q'", lambda: nms.Rules({"q": LINEAR}, optional=["k"]).assign(WO)),
     ("'qvk'.*have q", lambda: nms.Rules({"q": LINEAR, "qvk": OTHER}).assign(QUERY)),
     (
       "'wi' of 'wi|wo/kernel'".replace("|", r"\|"),

@@ -66,7 +66,7 @@ def test_phases_add_up():
 @pytest.mark.parametrize(
   "fields, word",
   [
-    ({"total": 10, "dense": 6, "finetune": 5}, "dense . finetune = 11"),
+    ({"total": 10, "dense": 6, "finetune": 5}, "dense=6, finetune=5"),
     ({"total": 0}, "at least 1"),
     ({"total": 10, "dense": -1}, "at least 0"),
     ({"total": 10, "dense": 0.1}, "dense=0.1"),

@@ -9,7 +9,6 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
-from nm_sparsity_jax.core import installed
 from nm_sparsity_jax.core.text import first_line
 
 # libtpu asks the machine for these unless they are set, and waits for an answer.
@@ -33,10 +32,6 @@ def devices(name: str) -> Sequence[Any]:
     ValueError: libtpu is missing, does not know the name, fits another JAX, or is held by another
       process.
   """
-  if installed.version("libtpu") is None:
-    raise ValueError(
-      f"topology {name!r}: libtpu, the compiler for TPUs, is not installed: pip install 'jax[tpu]'."
-    )
   from jax.experimental import topologies
 
   for variable, value in _MACHINE.items():

@@ -26,11 +26,12 @@ from nm_sparsity_jax.cli import _flags
 def add_arguments(parser: argparse.ArgumentParser) -> None:
   """Adds what to measure, and how."""
   add = parser.add_argument
-  add(
+  one = parser.add_mutually_exclusive_group(required=True).add_argument
+  one(
     "checkpoint", nargs="?", metavar="CKPT",
     help="a packed file, a finalized checkpoint, or a folder of them",
   )  # fmt: skip
-  add(
+  one(
     "--shapes", nargs="+", metavar="K,F,ROWS", type=_shape,
     help="products alone: of weights (K, F) and so many rows of x",
   )  # fmt: skip
@@ -48,8 +49,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
   """Measures and prints."""
-  if (args.checkpoint is None) == (args.shapes is None):
-    raise ValueError("give a checkpoint, or --shapes K,F,ROWS for products alone.")
   if args.cores is not None:
     # XLA counts the cores of the process when it is imported.
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: args.cores])

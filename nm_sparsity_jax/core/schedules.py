@@ -58,19 +58,15 @@ class Phases:
   finetune: int = 0
 
   def __post_init__(self):
-    for name in ("total", "dense", "finetune"):
-      value = getattr(self, name)
-      if not isinstance(value, int | np.integer) or value >= 2**31:  # steps are int32
-        raise ValueError(
-          f"Phases({name}={value!r}): give a whole number of steps below 2**31, such as 10_000."
-        )
-      object.__setattr__(self, name, int(value))  # numpy's too: equal phases have one text
-    least = max(1, self.dense + self.finetune)
-    if self.dense < 0 or self.finetune < 0 or self.total < least:
+    steps = dataclasses.asdict(self)
+    are_steps = all(isinstance(x, int | np.integer) and 0 <= x < 2**31 for x in steps.values())
+    if not are_steps or self.total < max(1, self.dense + self.finetune):  # steps are int32
       raise ValueError(
-        f"{self}: dense and finetune must be at least 0, and total at least 1 and at least "
-        f"dense + finetune = {self.dense + self.finetune}. Raise total or shorten a phase."
+        f"{self}: give whole numbers of steps below 2**31. dense and finetune must be at least 0, "
+        "and total at least 1 and at least dense + finetune: raise total or shorten a phase."
       )
+    for name, value in steps.items():
+      object.__setattr__(self, name, int(value))  # numpy's too: equal phases have one text
 
   @property
   def sparsify(self) -> int:

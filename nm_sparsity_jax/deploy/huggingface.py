@@ -121,18 +121,16 @@ def config_of(shapes: Mapping[str, tuple[int, ...]], what: str) -> T5Config:
     what: says in an error what was looked at.
 
   Raises:
-    ValueError: it is of no T5, or of another one than T5X's: all keys are in one error.
+    KeyError: it is of no T5.
+    ValueError: it is of another T5 than T5X's: all keys are in one error.
   """
   likes = {key: jax.ShapeDtypeStruct(shape, jnp.float32) for key, shape in shapes.items()}
   layers = {key: x.shape for key, x in apart_all(likes).items()}
   first = "encoder/layers_0"
-  try:
-    vocab, embed = shapes["token_embedder/embedding"]
-    heads = layers["encoder/relpos_bias/rel_embedding"][0]
-    query = layers[f"{first}/attention/query/kernel"]
-    mlp_out = layers[f"{first}/mlp/wo/kernel"]
-  except KeyError as e:
-    raise ValueError(f"{what} is not of T5X's T5: {e.args[0]!r} is missing.") from e
+  vocab, embed = shapes["token_embedder/embedding"]
+  heads = layers["encoder/relpos_bias/rel_embedding"][0]
+  query = layers[f"{first}/attention/query/kernel"]
+  mlp_out = layers[f"{first}/mlp/wo/kernel"]
 
   def depth(stack: str) -> int:
     # Every layer has one norm of this name.
@@ -262,8 +260,8 @@ def from_json(found: Mapping[str, Any], what: str) -> T5Config:
     what: says in an error what was looked at.
 
   Raises:
-    ValueError: a size is missing; or it is of another model, or of a T5 that differs from T5X's in
-      more than sizes.
+    KeyError: a size is missing.
+    ValueError: it is of another model, or of a T5 that differs from T5X's in more than sizes.
   """
   for name, value in {"model_type": "t5", **_FIXED}.items():
     if found.get(name, _FIXED.get(name)) != value:
@@ -271,8 +269,6 @@ def from_json(found: Mapping[str, Any], what: str) -> T5Config:
   # The first T5s have as many decoder layers as encoder layers, and say it once.
   said = {name: value for name, value in found.items() if value is not None}
   known = {"num_decoder_layers": found.get("num_layers"), **said}
-  if missing := [name for name in _SIZES.values() if name not in known]:
-    raise ValueError(f"{what} has no {' and no '.join(missing)}.")
   # T5 1.0 ties its logits to the embedding and scales them by d_model ** -0.5; T5 1.1 does neither.
   # `tie_word_embeddings` says both, but transformers 5 saves it as true for T5 1.1 as well, and
   # says by `scale_decoder_outputs` which one it is.

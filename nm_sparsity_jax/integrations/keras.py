@@ -232,14 +232,9 @@ class Metrics(keras.callbacks.Callback):
     """Returns W, the rules, the step and the stored masks."""
     model: Any = self.model
     optimizer = getattr(model.optimizer, "inner_optimizer", model.optimizer)
-    found = states(getattr(optimizer, "opt_state", ()), SparseState)
-    if len(found) != 1:
-      raise ValueError(
-        f"Metrics() found {len(found)} states of nms.sparse in the optimizer {optimizer.name!r}, "
-        "not one: compile with OptaxOptimizer(nms.sparse(tx, rules)), or leave Metrics() out."
-      )
-    (state,) = found
-    weights = dense_params(params(model), state)
+    opt_state = getattr(optimizer, "opt_state", ())
+    weights = dense_params(params(model), opt_state)
+    (state,) = states(opt_state, SparseState)
     rules = rules_text.parse(rules_text.unpack(np.asarray(state.rules)))
     # Weights may be loaded after the state was made, so the first update makes masks anew.
     masks = state.masks if state.count else stored.init_state(weights, rules)

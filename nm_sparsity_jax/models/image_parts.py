@@ -5,10 +5,9 @@ Shapes: batch b, height h, width w, channels c, tokens n, width of the residual 
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -23,19 +22,6 @@ kernel_init = nn.initializers.normal(STD)
 
 
 # --- configs ----------------------------------------------------------------------------------
-
-
-def choose(configs: Mapping[str, Any], name: str, changes: Mapping[str, Any]) -> Any:
-  """Returns the config of a name, with some fields changed.
-
-  Args:
-    configs: name -> config, all of one class.
-    name: one of them.
-    changes: field -> its value.
-  """
-  if name not in configs:
-    raise ValueError(f"there is no network {name!r} here: choose one of {', '.join(configs)}.")
-  return dataclasses.replace(configs[name], **changes)
 
 
 def check_images(images: jax.Array, config: Any) -> None:

@@ -77,7 +77,7 @@ def config(name: str, **changes: Any) -> ResNetConfig:
     name: 'resnet50' or 'resnet_test'.
     **changes: fields of `ResNetConfig`.
   """
-  return parts.choose(CONFIGS, name, changes)
+  return dataclasses.replace(CONFIGS[name], **changes)
 
 
 def _batch_norm(x: jax.Array, name: str, train: bool, dtype: str, scale: Any = None) -> jax.Array:

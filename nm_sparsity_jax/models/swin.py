@@ -108,7 +108,7 @@ def config(name: str, **changes: Any) -> SwinConfig:
     name: 'swinv2_b_w8' or 'swinv2_test'.
     **changes: fields of `SwinConfig`.
   """
-  return parts.choose(CONFIGS, name, changes)
+  return dataclasses.replace(CONFIGS[name], **changes)
 
 
 # --- windows --------------------------------------------------------------------------------------

@@ -91,7 +91,7 @@ def config(name: str, **changes: Any) -> ViTConfig:
     name: 'vit_b16', 'vit_tiny_3' or 'vit_test'.
     **changes: fields of `ViTConfig`.
   """
-  return parts.choose(CONFIGS, name, changes)
+  return dataclasses.replace(CONFIGS[name], **changes)
 
 
 class Attention(parts.SelfAttention):

@@ -53,8 +53,6 @@ class Evaluation(evaluation.Splits):
       "beam": functools.partial(decoding.beam_search, beams=self.num_decodes),
       "greedy": decoding.greedy,
     }
-    if self.decoder not in searches:
-      raise ValueError(f"DECODER={self.decoder!r}: choose one of {', '.join(searches)}.")
     self.model.check_batch(self.batch_size)
     self._source = self.model.workload.data
     self._name: str = self.name or self._source.name

@@ -50,7 +50,6 @@ def sparsify(params: Any, rules: Rules, step: jax.Array | int, state: State | No
     site = sites.get(path)
     if site is None:
       return w
-    check_floating(path, w)
     at, mask = current(site, step, state)
     return site.effective(w, at, mask)
 
@@ -90,7 +89,6 @@ def finalize(
     site = assignment.sites.get(path)
     if site is None:
       return w
-    check_floating(path, w)
     at, _mask = current(site, step, state)  # `at` is NO_STEP where the mask is wrong
     done = site.recipe.final(w, site.groups, kept(site, state))
     # What is traced cannot raise, but NaN is seen.
@@ -98,15 +96,6 @@ def finalize(
     return jnp.where(wrong, jnp.full_like(done, jnp.nan), done)
 
   return map_with_names(apply, params)
-
-
-def check_floating(path: str, w: Any) -> None:
-  """Raises where a rule names a parameter that has no magnitudes to rank, such as int8 weights."""
-  if not jnp.issubdtype(w.dtype, jnp.floating):
-    raise ValueError(
-      f"{path!r} has dtype {w.dtype}, and masks need real floating-point weights: leave it out of "
-      "the rules, or convert it, such as w.astype(jnp.float32)."
-    )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -85,8 +85,6 @@ class Rules:
     object.__setattr__(self, "places", dict(self.places))
     object.__setattr__(self, "axes", axes)
     object.__setattr__(self, "optional", tuple(sorted(self.optional)))
-    if unknown := {*self.optional} - {*self.places, *axes}:
-      raise ValueError(f"optional={sorted(unknown)} are no places and no axes of these rules.")
     _ = self._matchers, self._axes  # what is no regular expression raises here
 
   @functools.cached_property

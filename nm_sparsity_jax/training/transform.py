@@ -27,7 +27,6 @@ from nm_sparsity_jax.core.schedules import NO_STEP
 from nm_sparsity_jax.core.trees import flatten, map_with_names
 from nm_sparsity_jax.recipes.levels import when
 from nm_sparsity_jax.training import rules_text, stored
-from nm_sparsity_jax.training.apply import check_floating
 from nm_sparsity_jax.training.rules import Rules
 from nm_sparsity_jax.training.sites import Site
 
@@ -121,7 +120,12 @@ def sparse(tx: optax.GradientTransformation, rules: Rules) -> optax.GradientTran
     def master(path, w):
       if path not in sites:
         return _NONE
-      check_floating(path, w)
+      # Of int8 weights, W would be float32 ones.
+      if not jnp.issubdtype(w.dtype, jnp.floating):
+        raise ValueError(
+          f"{path!r} has dtype {w.dtype}, and masks need real floating-point weights: leave it out "
+          "of the rules, or convert it, such as w.astype(jnp.float32)."
+        )
       # A copy, since a trainer donates params and state, and one buffer cannot be donated twice.
       return jnp.array(w, wider(w.dtype), copy=True)
 
@@ -135,10 +139,6 @@ def sparse(tx: optax.GradientTransformation, rules: Rules) -> optax.GradientTran
       raise ValueError(
         f"nms.sparse is wrapped around a {type(found[0]).__name__}, and would count updates "
         "that it skips: put nms.sparse inside, as in optax.MultiSteps(nms.sparse(tx, rules), k)."
-      )
-    if states(inner_state, optax.LookaheadState):
-      raise ValueError(
-        "optax.lookahead trains fast and slow parameters, and nms.sparse has one W: leave one out."
       )
     masks = stored.init_state(params, rules)
     # An array, so that every trainer saves it, and a checkpoint knows its own rules.

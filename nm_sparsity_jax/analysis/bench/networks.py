@@ -17,7 +17,7 @@ from nm_sparsity_jax.analysis.bench import timing
 from nm_sparsity_jax.analysis.bench.timing import Found, Timing
 from nm_sparsity_jax.deploy import inference_tree
 from nm_sparsity_jax.models.t5 import T5Config
-from nm_sparsity_jax.trainer.workloads import Workload, decoding, vision
+from nm_sparsity_jax.trainer.workloads import decoding, vision
 
 _NEVER = -1  # no token ends a row
 
@@ -47,9 +47,6 @@ def bench(
     tokens: that a T5 decodes.
     turns: of each call; figures are medians.
     title: what was looked at.
-
-  Raises:
-    ValueError: the network is of another kind.
   """
   rows_of = inference_tree.rows_of(getattr(network, "config", None), batch, inputs)
   dense = jax.tree.map(_float32, inference_tree.unpack_tree(tree))
@@ -101,11 +98,6 @@ def _works(
     return {"the inputs": read, f"inputs and {tokens} tokens": decoded}
   if hasattr(config, "image_size"):
     network = vision.Images(network, None)
-  if isinstance(network, Workload):
-    like = network.example().items()
-    rows = {name: jnp.zeros((batch, *x.shape[1:]), x.dtype) for name, x in like}
-    return {"a forward pass": lambda params: network.predict(params, state, rows)}
-  raise ValueError(
-    f"{type(network).__name__}: nobody knows what to feed it. Give a T5 or a network of images of "
-    "this package, or a workload with `predict`; `bench.products` takes shapes alone."
-  )
+  like = network.example().items()
+  rows = {name: jnp.zeros((batch, *x.shape[1:]), x.dtype) for name, x in like}
+  return {"a forward pass": lambda params: network.predict(params, state, rows)}

@@ -90,9 +90,6 @@ class T5Config:
       size: such as 'small'; that of 'wmt' is 'table_16'.
       **overrides: fields of `T5Config`.
     """
-    if size not in SIZES.get(version, {}):
-      known = "; ".join(f"{name}: {', '.join(sizes)}" for name, sizes in SIZES.items())
-      raise ValueError(f"T5 {version!r} of size {size!r}: choose one of {known}.")
     emb_dim, num_heads, depth, head_dim, mlp_dim = SIZES[version][size]
     is_gated = version == "t5_1_1"
     fields: dict[str, Any] = dict(

@@ -60,10 +60,8 @@ class Images(Workload):
     self.network: Any = network
     self.network_config = config = self.network.config
     self._image = 1, config.image_size, config.image_size, config.channels
-    self.data, self.kind = data, loss
+    self.data, self.kind, self._losses = data, loss, LOSSES[loss]
     self.batch_size = data.batch_size if data else 1
-    if loss not in LOSSES:
-      raise ValueError(f"LOSS={loss!r}: choose one of {', '.join(LOSSES)}.")
     self.label_smoothing, self.mixup, self.cutmix = label_smoothing, mixup, cutmix
 
   def init(self, rng: jax.Array) -> Mapping[str, Any]:
@@ -85,7 +83,7 @@ class Images(Workload):
       variables, rngs = {"params": params, **state}, {"dropout": dropout_key}
       logits, state = self.network.apply(variables, images, train=True, rngs=rngs, mutable=[*state])
       logits = logits.astype(jnp.float32)
-    each = LOSSES[self.kind](logits, targets)
+    each = self._losses(logits, targets)
     # The mean over classes, as timm's BCE, so that its rates carry over.
     each = jnp.mean(each, -1) if self.kind == "sigmoid" else each
     best = jax.lax.top_k(logits, min(5, logits.shape[-1]))[1]  # the lower class wins a tie
@@ -153,11 +151,6 @@ def mixed(
     mixup: see `Images`.
     cutmix: see `Images`.
   """
-  if len(images) % 2:
-    raise ValueError(
-      f"MIXUP and CUTMIX mix pairs, and there are {len(images)} images: choose BATCH_SIZE and "
-      "MICROBATCHES so that each part of a batch has an even number."
-    )
   partner = lambda x: x.reshape(-1, 2, *x.shape[1:])[:, ::-1].reshape(x.shape)
   keys = jax.random.split(rng, 4)
   alpha = jnp.float32(mixup or 1.0)
