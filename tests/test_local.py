@@ -285,7 +285,7 @@ def command(*names, **macros):
 @pytest.mark.parametrize(
   "macros, words",
   [
-    (dict(NUM_PARTITIONS=3, SPARSE_STEPS=9), "cannot reshape array"),
+    (dict(NUM_PARTITIONS=3, SPARSE_STEPS=9), "NUM_PARTITIONS=3 does not divide"),
     (dict(SPARSE_STEPS=None), "SPARSE_STEPS=None"),
   ],
 )

@@ -263,11 +263,12 @@ WRAPPERS = {
   "masked": lambda tx: optax.masked(tx, ALL),
   "multi_transform": lambda tx: optax.multi_transform({"a": tx, "b": SGD}, LABELS),
   "a link behind": lambda tx: optax.chain(tx, optax.scale(0.5)),
+  "lookahead": lambda tx: optax.lookahead(tx, 5, 0.5),
 }
 WRAPPED_STEPS = PHASES.total + 1  # an odd number: sam ends with a step away
 
 
-@pytest.mark.parametrize("name", WRAPPERS)
+@pytest.mark.parametrize("name", [name for name in WRAPPERS if name != "lookahead"])
 def test_wrappers_of_optax_inside_are_those_of_a_loop_of_the_pieces(name):
   """And around it they are, too, or `verify` says that the weights are not n:m."""
   start, rules, wrapped = params_of(names=TWO), rules_of(TWO), WRAPPERS[name]
@@ -356,6 +357,7 @@ def test_mistakes_are_said():
   for word, do in (
     ("needs the parameters", lambda: TX.update(params, opt)),
     ("inside", lambda: nms.sparse(optax.chain(optax.clip(1), several), RULES).init(params)),
+    ("fast and slow", lambda: nms.sparse(WRAPPERS["lookahead"](SGD), RULES).init(params)),
     ("grad_fn=.*dense", lambda: TX.update(params, opt, params, grad_fn=jax.grad(loss))),
     ("0 states", lambda: nms.dense_params(params, INNER.init(params))),
     ("mask as state", lambda: nms.sr_ste(RULES).update(params, opt, params)),

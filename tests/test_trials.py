@@ -22,6 +22,7 @@ FILES = {
   "raises.gin": "import no_such_module\n",
 }
 
+T5 = "gin_configs/models/t5.gin"
 # What was typed -> words of what is printed. Rules alone, with a model file:
 MISTAKES = [
   (dict(PATERN="1:8"), ["PATERN", "did you mean PATTERN?"]),
@@ -51,6 +52,7 @@ MISTAKES = [
   (dict(SPARSE_STEPS=None), ["SPARSE_STEPS"]),
   (dict(raw=["X.y = 1"]), ["X.y"]),
   (dict(raw=["PATTERN = 1:4"]), ["PATTERN", "quotes"]),
+  (dict(files=(T5, SPARSE[1]), T5_SIZE="bas"), ["T5_SIZE='bas'", "base"]),
   (dict(files=(*SPARSE, "nope.gin")), ["nope.gin"]),
   (dict(files=(*SPARSE, "broken.gin")), ["broken.gin"]),
   (dict(files=(*SPARSE, "raises.gin")), ["no_such_module"]),
@@ -68,6 +70,7 @@ MISTAKES += [
     (dict(LEARNING_RATE=-1.0), ["LEARNING_RATE=-1.0"]),
     (dict(LEARNING_RATE_FACTORS="constant * linear"), ["LEARNING_RATE_FACTORS", "linear_warmup"]),
     (dict(EVAL_SPLIT="nope"), ["EVAL_SPLIT='nope'"]),
+    (dict(DECODER="gredy"), ["DECODER='gredy'", "greedy"]),
     (dict(MIXTURE_OR_TASK_NAME="nope"), ["nope"]),
     (dict(MIXTURE_OR_TASK_MODULE="no_such_tasks"), ["no_such_tasks"]),
     (dict(TASK_FEATURE_LENGTHS={"inputs": 8}), ["TASK_FEATURE_LENGTHS", "targets"]),
@@ -125,7 +128,7 @@ def test_a_mistake_in_a_run_of_t5x_is_named(run_t5x, files, start, tmp_path, cha
 
 RIGHT = [
   *(dict(RECIPE=name, FINETUNE_STEPS=20) for name in RECIPES if name not in ("custom", "hold")),
-  dict(RECIPE="custom", RECIPE_FIELDS={"path": ((10, "2:4", 1.0), (50, "1:4", 0.5))}),
+  dict(RECIPE="custom", RECIPE_FIELDS={"path": ((10, "2:4", 1.0), (50, "1:4", 0.0))}),
   dict(RECIPE="hold"),
   dict(SPARSITY_RULES={"encoder/ff": "1:4", "decoder/cross/qkv": None}),
   dict(SPARSITY_RULES={"ff": None, "decoder/logits_dense/kernel": "2:4"}),
@@ -139,9 +142,9 @@ RIGHT = [
   TINY_T5 | dict(MICROBATCHES=4, LEARNING_RATE_FACTORS="constant * rsqrt_decay"),
   TINY_T5 | dict(files=(LOCAL[0], "gin_configs/runs/local_adafactor.gin", LOCAL[2])),
   TINY_T5 | dict(RECIPE="idp", NUM_PARTITIONS=2),
-  dict(files=("gin_configs/models/t5.gin", "gin_configs/sparsity.gin"), T5_SIZE="small"),
+  dict(files=(T5, SPARSE[1]), T5_SIZE="small"),
   dict(
-    files=("gin_configs/models/t5.gin", "gin_configs/sparsity.gin"), T5_SIZE="base",
+    files=(T5, SPARSE[1]), T5_SIZE="base",
     SCAN_LAYERS=True,
   ),
 ]  # fmt: skip

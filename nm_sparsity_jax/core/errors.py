@@ -1,4 +1,4 @@
-"""A check that several rooms share, and silence while others import."""
+"""Checks that several rooms share, and silence while others import."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import logging
 import numbers
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 _MOST_SEED = (1 << 31) - 1  # jax keeps 32 bits, TensorFlow 64, and numpy takes nothing below 0
@@ -25,6 +25,17 @@ def check_seed(name: str, seed: Any) -> None:
   is_whole = isinstance(seed, numbers.Integral) and not isinstance(seed, bool)
   if not is_whole or not 0 <= int(seed) <= _MOST_SEED:
     raise ValueError(f"{name}={seed!r}: give a whole number from 0 to {_MOST_SEED:,}.")
+
+
+def choose(known: Mapping[str, Any], setting: str, name: str) -> Any:
+  """Returns what has a name; an error lists the names.
+
+  >>> choose({"beam": 1}, "DECODER", "beam")
+  1
+  """
+  if name not in known:
+    raise ValueError(f"{setting}={name!r}: choose one of {', '.join(known)}.")
+  return known[name]
 
 
 @contextlib.contextmanager

@@ -21,6 +21,7 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
+from nm_sparsity_jax.core.errors import choose
 from nm_sparsity_jax.models import image_parts as parts
 from nm_sparsity_jax.training.layers import Conv
 
@@ -77,7 +78,7 @@ def config(name: str, **changes: Any) -> ResNetConfig:
     name: 'resnet50' or 'resnet_test'.
     **changes: fields of `ResNetConfig`.
   """
-  return dataclasses.replace(CONFIGS[name], **changes)
+  return dataclasses.replace(choose(CONFIGS, "network", name), **changes)
 
 
 def _batch_norm(x: jax.Array, name: str, train: bool, dtype: str, scale: Any = None) -> jax.Array:

@@ -28,6 +28,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import linen as nn
 
+from nm_sparsity_jax.core.errors import choose
 from nm_sparsity_jax.models import image_parts as parts
 from nm_sparsity_jax.training.layers import Dense
 
@@ -108,7 +109,7 @@ def config(name: str, **changes: Any) -> SwinConfig:
     name: 'swinv2_b_w8' or 'swinv2_test'.
     **changes: fields of `SwinConfig`.
   """
-  return dataclasses.replace(CONFIGS[name], **changes)
+  return dataclasses.replace(choose(CONFIGS, "network", name), **changes)
 
 
 # --- windows --------------------------------------------------------------------------------------

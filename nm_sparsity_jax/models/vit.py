@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
+from nm_sparsity_jax.core.errors import choose
 from nm_sparsity_jax.models import image_parts as parts
 
 _EPSILON = 1e-6
@@ -91,7 +92,7 @@ def config(name: str, **changes: Any) -> ViTConfig:
     name: 'vit_b16', 'vit_tiny_3' or 'vit_test'.
     **changes: fields of `ViTConfig`.
   """
-  return dataclasses.replace(CONFIGS[name], **changes)
+  return dataclasses.replace(choose(CONFIGS, "network", name), **changes)
 
 
 class Attention(parts.SelfAttention):

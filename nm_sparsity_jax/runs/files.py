@@ -29,6 +29,9 @@ def named(path: Any) -> Iterator[None]:
   Raises:
     ValueError: the block failed; the cause is named.
   """
+  # A FIFO would never end, and neither would /dev/zero.
+  if os.path.exists(path) and not os.path.isfile(path) and not os.path.isdir(path):
+    raise ValueError(f"{path} is neither a file nor a folder.")
   try:
     yield
   # A reader may import its library late: a missing package is no damage.

@@ -88,6 +88,10 @@ class Model:
     self.workload, self.ema_decay = workload, ema_decay
     rules = Rules({".*": Dense()}) if rules is None else rules
     devices = jax.local_devices() if devices is None else devices
+    if len(devices) % num_partitions:
+      raise ValueError(
+        f"NUM_PARTITIONS={num_partitions} does not divide the {len(devices)} local devices."
+      )
     # Neighbours share weights, since the links between them are the fastest.
     grid = np.reshape(devices, (-1, num_partitions))
     self.mesh = Mesh(grid, ("data", "model"), axis_types=(AxisType.Auto,) * 2)

@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 
+from nm_sparsity_jax.core.errors import choose
 from nm_sparsity_jax.deploy import inference_tree
 from nm_sparsity_jax.trainer import data, evaluation
 from nm_sparsity_jax.trainer.workloads import decoding
@@ -53,6 +54,7 @@ class Evaluation(evaluation.Splits):
       "beam": functools.partial(decoding.beam_search, beams=self.num_decodes),
       "greedy": decoding.greedy,
     }
+    search = choose(searches, "DECODER", self.decoder)
     self.model.check_batch(self.batch_size)
     self._source = self.model.workload.data
     self._name: str = self.name or self._source.name
@@ -66,7 +68,7 @@ class Evaluation(evaluation.Splits):
       raise ValueError(f"EVAL_SPLIT={self.split!r}: no task of {self._name} has that split.")
     network = self.model.workload.network
     eos = self._tasks[0].output_features["targets"].vocabulary.eos_id or 1
-    search = functools.partial(searches[self.decoder], network, eos_id=eos)
+    search = functools.partial(search, network, eos_id=eos)
     # The search loops to a static length, so there is a program for each.
     self._search = self.model.jit(search, static_argnums=2)
     self._dataset = functools.cache(self._read)  # its graph is half a second's work

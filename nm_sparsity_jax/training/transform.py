@@ -140,6 +140,10 @@ def sparse(tx: optax.GradientTransformation, rules: Rules) -> optax.GradientTran
         f"nms.sparse is wrapped around a {type(found[0]).__name__}, and would count updates "
         "that it skips: put nms.sparse inside, as in optax.MultiSteps(nms.sparse(tx, rules), k)."
       )
+    if states(inner_state, optax.LookaheadState):
+      raise ValueError(
+        "optax.lookahead trains fast and slow parameters, and nms.sparse has one W: leave one out."
+      )
     masks = stored.init_state(params, rules)
     # An array, so that every trainer saves it, and a checkpoint knows its own rules.
     text = jnp.asarray(rules_text.pack(rules.text))

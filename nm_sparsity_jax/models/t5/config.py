@@ -9,6 +9,8 @@ import jax.numpy as jnp
 from flax import struct
 from flax.typing import Dtype
 
+from nm_sparsity_jax.core.errors import choose
+
 # emb_dim, num_heads, layers of encoder and of decoder, head_dim, mlp_dim
 SIZES = {
   "t5_1_1": {
@@ -90,7 +92,8 @@ class T5Config:
       size: such as 'small'; that of 'wmt' is 'table_16'.
       **overrides: fields of `T5Config`.
     """
-    emb_dim, num_heads, depth, head_dim, mlp_dim = SIZES[version][size]
+    sizes = choose(SIZES, "T5_VERSION", version)
+    emb_dim, num_heads, depth, head_dim, mlp_dim = choose(sizes, "T5_SIZE", size)
     is_gated = version == "t5_1_1"
     fields: dict[str, Any] = dict(
       vocab_size=_VOCABULARY, emb_dim=emb_dim, num_heads=num_heads, head_dim=head_dim,

@@ -24,6 +24,7 @@ from flax import linen as nn
 from flax.linen import partitioning, spmd
 from jax import checkpoint_policies as keep
 
+from nm_sparsity_jax.core.errors import choose
 from nm_sparsity_jax.models.t5 import layers
 from nm_sparsity_jax.models.t5.attention import PREPARED, Attention, decoder_mask, pairs
 from nm_sparsity_jax.models.t5.config import T5Config
@@ -153,8 +154,9 @@ class Stack(nn.Module):
       return layer(x, *context, **static)
 
     if cfg.remat_policy != "none":
+      policy = choose(_REMAT, "REMAT_POLICY", cfg.remat_policy)
       # A scan keeps XLA from undoing the remat by itself; without one, prevent_cse does.
-      run = nn.remat(run, prevent_cse=not cfg.scan_layers, policy=_REMAT[cfg.remat_policy])
+      run = nn.remat(run, prevent_cse=not cfg.scan_layers, policy=policy)
     if not cfg.scan_layers:
       # One table for the stack; a scan has one a layer.
       positions = layers.RelativePositionBiases(cfg, name="relpos_bias")

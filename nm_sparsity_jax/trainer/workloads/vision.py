@@ -22,6 +22,7 @@ import numpy as np
 import optax
 from flax import linen as nn
 
+from nm_sparsity_jax.core.errors import choose
 from nm_sparsity_jax.trainer.workloads.base import Batch, Workload
 
 LOSSES = {"softmax": optax.softmax_cross_entropy, "sigmoid": optax.sigmoid_binary_cross_entropy}
@@ -60,7 +61,7 @@ class Images(Workload):
     self.network: Any = network
     self.network_config = config = self.network.config
     self._image = 1, config.image_size, config.image_size, config.channels
-    self.data, self.kind, self._losses = data, loss, LOSSES[loss]
+    self.data, self.kind, self._losses = data, loss, choose(LOSSES, "LOSS", loss)
     self.batch_size = data.batch_size if data else 1
     self.label_smoothing, self.mixup, self.cutmix = label_smoothing, mixup, cutmix
 
