@@ -11,7 +11,7 @@ import pytest
 
 import nm_sparsity_jax as nms
 from nm_sparsity_jax.analysis import run_folder
-from nm_sparsity_jax.runs import files, folders, lock, settings, signals
+from nm_sparsity_jax.runs import events, files, folders, lock, settings, signals
 from nm_sparsity_jax.training import configure
 
 # --- checkpoints by name ------------------------------------------------------------------------
@@ -168,3 +168,18 @@ def test_signals_are_passed_to_the_child_of_the_moment():
     send(signal.SIGTERM, signal.SIGINT)
   assert first.mock_calls == [mock.call.terminate()] and stop.name == "SIGINT"
   assert second.mock_calls == [mock.call.terminate(), mock.call.terminate(), mock.call.kill()]
+
+
+# --- events -------------------------------------------------------------------------------------
+
+
+def test_what_one_process_writes_twice_in_a_second_is_kept(tmp_path, monkeypatch):
+  """By tensorboard's own records: (step, tag, value) come back, those of both writers."""
+  monkeypatch.setattr(events.time, "time", lambda: 1.5)
+  written = [(1, "loss", 0.5), (2, "loss", 0.25)]
+  for step, tag, value in written:
+    writer = events.Writer(tmp_path)
+    writer.write(step, {tag: value})
+    writer.close()
+  (file,) = tmp_path.iterdir()
+  assert [*events.scalars(file)] == written

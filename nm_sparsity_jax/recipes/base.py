@@ -44,6 +44,7 @@ class Recipe:
       chosen             the mask of the level that holds; by magnitude
       final              what is deployed; the weight where the mask keeps it, else 0
       stateful, renewals_due, first_state, next_state   a mask that is kept, as `OneShot` does
+      problem, remarks   why a kept mask may not act, and what to log of it, as `Hold` does
       effective, pull_back, was_kept   together: W~, the gradient at W, and the mask seen in W~
       __post_init__      checks of your own; call that of `Recipe` first
 

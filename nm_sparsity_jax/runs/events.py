@@ -65,7 +65,7 @@ class Writer:
 
     self._event = event_pb2.Event
     name = f"events.out.tfevents.{int(time.time())}.{socket.gethostname()}.{os.getpid()}"
-    self._file = (folder / name).open("wb")
+    self._file = (folder / name).open("ab")  # one process may write here twice in a second
     self._records = record_writer.RecordWriter(self._file)
     self._write(file_version="brain.Event:2")  # TensorBoard asks for it first
 

@@ -94,6 +94,7 @@ class T5Config:
     """
     sizes = choose(SIZES, "T5_VERSION", version)
     emb_dim, num_heads, depth, head_dim, mlp_dim = choose(sizes, "T5_SIZE", size)
+    # T5.1.1 gates its MLP and has logits of its own; all others are as the first T5.
     is_gated = version == "t5_1_1"
     fields: dict[str, Any] = dict(
       vocab_size=_VOCABULARY, emb_dim=emb_dim, num_heads=num_heads, head_dim=head_dim,
