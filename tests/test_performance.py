@@ -128,6 +128,7 @@ def run(monkeypatch, tmp_path):
     yield main
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   "name, words, file, count",
   [

@@ -61,6 +61,7 @@ def test_a_run_is_done_once_and_repeats(tiny, tmp_path, monkeypatch):
   recipes.work(runs, path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("task, pattern", [("begun", "1:4"), ("rebus", "1:16"), ("cmudict", "1:8")])
 def test_each_kind_of_task_runs(tiny, task, pattern):
   if task == "cmudict":

@@ -8,11 +8,12 @@ Kauldron writes by Orbax too, and has names of its own.
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
+import math
 from collections.abc import Iterator
 from typing import Any
 
-import jax
 import numpy as np
 
 from nm_sparsity_jax.core.files import Lazy
@@ -52,18 +53,27 @@ def read(state: Any) -> dict[str, Lazy]:
   with quiet():
     metadata: Any = reader.metadata(state)
 
-  def lazy(name: str, x: Any) -> Lazy:
-    wanted: Any = nested({name: ocp.RestoreArgs(restore_type=np.ndarray)})
+  def restore(*names: str) -> dict[str, np.ndarray]:
+    wanted: Any = nested({name: ocp.RestoreArgs(restore_type=np.ndarray) for name in names})
     # Without transforms Orbax wants whole tuples, as of `optax.chain`; with them, a dict of one.
     args = ocp.args.PyTreeRestore(item=wanted, restore_args=wanted, transforms={})
+    with quiet():
+      return dict(flatten(reader.restore(state, args=args)))
 
-    def array() -> np.ndarray:
-      with quiet():
-        return np.asarray(jax.tree.leaves(reader.restore(state, args=args))[0])
+  @functools.cache
+  def small_ones() -> dict[str, np.ndarray]:
+    return restore(*small)
 
-    return Lazy(tuple(x.shape), np.dtype(x.dtype), array)
+  def array(name: str) -> np.ndarray:
+    if name in small:
+      # Where one is damaged, the others are read one by one.
+      with contextlib.suppress(Exception):
+        return small_ones()[name]
+    return np.asarray(restore(name)[name])
 
   found = dict(flatten(metadata.item_metadata.tree))
+  # Each call of Orbax reads the metadata of all arrays, so small arrays share one.
+  small = {name for name, x in found.items() if math.prod(x.shape) <= 2**16}
   # `nms.sparse` may stand inside others: its state is the one that has rules beside a count.
   sparse = [name.removesuffix("rules") for name in found if name.endswith("/rules")]
   prefix = next((prefix for prefix in sparse if f"{prefix}count" in found), "opt_state/")
@@ -82,6 +92,7 @@ def read(state: Any) -> dict[str, Lazy]:
         return None if ours is None else ours + name.removeprefix(theirs)
     return name
 
+  lazy = lambda name, x: Lazy(tuple(x.shape), np.dtype(x.dtype), functools.partial(array, name))
   return {key: lazy(name, x) for name, x in found.items() if (key := key_of(name)) is not None}
 
 
