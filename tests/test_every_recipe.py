@@ -76,6 +76,7 @@ CASES = {
   "dense": Case(make("dense"), ()),
   "one_shot": Case(make("one_shot"), ((3, "1:4"),)),
   "sr_ste": Case(make("sr_ste", "2:4"), ((3, "2:4"),), mode=ST),
+  "sr_ste_decoupled": Case(make("sr_ste_decoupled", "2:4"), ((3, "2:4"),), mode=ST),
   "mdgf_linear": Case(make("mdgf_linear"), ((3, "1:4"),), linear),
   "mdgf_linear slow": Case(
     make("mdgf_linear", "2:8", beta=0.04), ((3, "2:8"),), lambda j: 1 - 0.04 * j
@@ -166,7 +167,10 @@ def test_every_recipe_has_a_case():
   assert {case.name for case in CASES.values()} == set(RECIPES)
 
 
-pulled = jax.jit(lambda recipe, *args: recipe.pull_back(*args), static_argnums=0)
+@functools.partial(jax.jit, static_argnums=0)
+def pulled(recipe, ct, *seen):
+  """The gradient at W, and SR-STE's term."""
+  return recipe.pull_back(ct, *seen), recipe.pruned_term(*seen)
 
 
 @every_dtype
@@ -193,9 +197,11 @@ def test_weights_and_gradients_are_the_equation_at_every_step(case, dtype):
     # The pulled gradient is the one of the backward pass with SR-STE's term, also where parameters
     # are an ulp away from W~, as an update may make them. What is not finite tells no mask.
     as_float = lambda x: np.asarray(x)[:, 1:].astype(np.float32)
-    want = as_float(grad) + np.where(kept[:, 1:], 0, lam * as_float(w))
+    term = np.where(kept[:, 1:], 0, lam * as_float(w))
+    want = as_float(grad) + (0 if case.recipe.decoupled else term)
     for seen in (out, np.nextafter(out, out * 0)):
-      got = pulled(case.recipe, ct, w, seen, jnp.int32(step), stored(case, w, step))
+      got, alone = pulled(case.recipe, ct, w, seen, jnp.int32(step), stored(case, w, step))
+      np.testing.assert_array_equal(as_float(alone), term, err_msg=f"step {step}")
       np.testing.assert_allclose(as_float(got), want, ULP[dtype], 6e-8, err_msg=f"step {step}")
       assert got.dtype == ct.dtype
   assert traces[case.recipe, w.dtype, w.shape, 0] <= before + 1  # one compilation serves all steps

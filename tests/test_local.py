@@ -47,6 +47,9 @@ SIZES = dict(
 IDP = dict(recipe="idp", pattern="1:8", sparse_steps=24, dense_steps=8, finetune_steps=4)
 SR_STE = dict(recipe="sr_ste", pattern="1:4", dense_steps=0, fields={"lam": 0.5})
 DENSE = dict(recipe="dense", pattern=None, dense_steps=0, finetune_steps=0)
+FF = {"ff": None}
+PHASES = nms.Phases(total=24, dense=8, finetune=4)
+DECOUPLED = nms.recipe("sr_ste_decoupled", pattern="1:4", phases=PHASES)
 MODELS = {}
 ADAMW = optax.adamw(0.01)
 EVALUATION = functools.partial(text.Evaluation, batch_size=32)
@@ -62,19 +65,21 @@ def no_model_stays():
 class Model(step.Model):
   """A model that traces its step once, where each run would trace it anew."""
 
-  def train_step(self, optimizer, rng, microbatches=1):
+  def train_step(self, optimizer, rng, microbatches=1, learning_rate=None):
     key, made = (optimizer, str(rng), microbatches), vars(self).setdefault("made", {})
     if key not in made:
-      made[key] = super().train_step(optimizer, rng, microbatches)
+      made[key] = super().train_step(optimizer, rng, microbatches, learning_rate)
     return made[key]
 
 
-def model_of(devices=1, partitions=1, dropout=0.0, dtype="float32", source=None, **rules):
+def model_of(
+  devices=1, partitions=1, dropout=0.0, dtype="float32", source=None, places=FF, **rules
+):
   source = source or source_of()
-  key = repr((devices, partitions, dropout, dtype, source, sorted(rules.items())))
+  key = repr((devices, partitions, dropout, dtype, source, places, sorted(rules.items())))
   if key not in MODELS:
     config = network.T5Config.preset("t5_1_1", "tiny", **SIZES, dropout_rate=dropout, dtype=dtype)
-    rules = configure.rules({"ff": None}, **(IDP | rules))
+    rules = configure.rules(places, **(IDP | rules))
     family = T5(network.Transformer(config), source)
     chosen = jax.devices()[:devices]
     MODELS[key] = Model(family, rules, num_partitions=partitions, devices=chosen)
@@ -93,9 +98,19 @@ def run_of(folder, model=None, **fields):
   return train.Run(model=model or model_of(), model_dir=str(folder), **fields)
 
 
+def falling(step):
+  return 0.1 / (1 + step)
+
+
 def at_step(number, do):
   """A learning rate, which is asked for at every report, that does something at one step."""
-  return lambda done: do() or 0.0 if done == number else 0.0
+
+  def rate(step):
+    if isinstance(step, int) and step == number:  # a decoupled term traces it
+      do()
+    return falling(step)
+
+  return rate
 
 
 def lines(folder, room="train"):
@@ -152,9 +167,10 @@ def test_learns_dense_then_sparse_from_that_checkpoint(tmp_path):
 
 
 def hard(folder, **fields):
-  """A run of all that is drawn or kept: masks, dropout, a mixture, packed; on several devices."""
-  model = model_of(4, 2, dropout=0.1, source=source_of(name="tests_mixed", pack=True))
-  return run_of(folder, model, microbatches=2, **fields)
+  """A run of all that is drawn, kept or decays: masks, dropout, a mixture; on several devices."""
+  source, places = source_of(name="tests_mixed", pack=True), FF | {"qkv": DECOUPLED}
+  model = model_of(4, 2, dropout=0.1, source=source, places=places)
+  return run_of(folder, model, microbatches=2, **{"learning_rate": falling} | fields)
 
 
 @pytest.fixture(scope="module")

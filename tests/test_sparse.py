@@ -23,6 +23,7 @@ FIELDS = {
   "custom": {"path": ((4, "4:8", 1.0), (16, "2:8", 0.5))},
   "sdgf_geometric": {"k": 2},
   "sr_ste": {"lam": 0.5},
+  "sr_ste_decoupled": {"lam": 0.5},
   "idp": {"lam": 0.5},
   "snip": {"batches": 2},
 }
@@ -38,7 +39,8 @@ def rules_of(names=tuple(RECIPES), **fields):
 
 RULES = rules_of()
 INNER = optax.chain(optax.add_decayed_weights(0.01), optax.sgd(0.05, momentum=0.9))
-TX = nms.sparse(INNER, RULES)
+RATE = optax.exponential_decay(0.05, 10, 0.9)
+TX = nms.sparse(INNER, RULES, learning_rate=RATE)
 
 
 def params_of(seed=0, dtype=jnp.float32, names=tuple(RECIPES)):
@@ -113,18 +115,20 @@ def is_two_of_eight(w):
 def loop_of_pieces(inner=INNER, names=tuple(RECIPES), steps=STEPS):
   """W, the inner state, the masks and the loss of each step, by the functions below `sparse`."""
   rules, start = rules_of(names), params_of(names=names)
-  link = nms.sr_ste(rules)
+  first, last = nms.sr_ste(rules), nms.sr_ste(rules, learning_rate=RATE)
 
   def turn(run, step):
-    w, ours, opt, masks = run
+    w, before, opt, after, masks = run
     value, grads = jax.value_and_grad(lambda w: loss(nms.sparsify(w, rules, step, masks)))(w)
-    moves, ours = relaxed(link.update, grads, ours, w, nm_state=masks)
+    moves, before = relaxed(first.update, grads, before, w, nm_state=masks)
     moves, opt = relaxed(inner.update, moves, opt, w)
+    moves, after = relaxed(last.update, moves, after, w, nm_state=masks)
     new = relaxed(optax.apply_updates, w, moves)
-    run = new, ours, opt, nms.update_state(masks, new, rules, step + 1, grads, grads_at=w)
+    run = new, before, opt, after, nms.update_state(masks, new, rules, step + 1, grads, grads_at=w)
     return run, (new, opt, run[-1], value)
 
-  start = start, link.init(start), relaxed(inner.init, start), nms.init_state(start, rules)
+  opt, masks = relaxed(inner.init, start), nms.init_state(start, rules)
+  start = start, first.init(start), opt, last.init(start), masks
   return jax.jit(lambda run: jax.lax.scan(turn, run, jnp.arange(steps))[1])(start)
 
 
@@ -151,6 +155,26 @@ def test_200_steps_in_place_are_those_of_a_loop_of_the_pieces(name):
   if name != "dense":
     assert all(is_two_of_eight(w) for w in now[PHASES.finetune_start : 60])
     assert not is_two_of_eight(now[2]) and nms.verify(at(params, -1), RULES).ok
+
+
+def test_a_decoupled_term_is_adamws_decay_by_hand():
+  """20 steps of AdamW in numpy; what a mask prunes decays by a schedule of its own."""
+  names, rate, own = ["sr_ste_decoupled"], lambda t: 0.02 / (1 + t), lambda t: 0.2 * 0.9**t
+  rules = rules_of(names, phases=nms.Phases(total=20, dense=3))
+  tx = nms.sparse(optax.adamw(rate, weight_decay=0.1), rules, learning_rate=own)
+  (params, target), update = (params_of(seed, names=names) for seed in (0, 1)), jax.jit(tx.update)
+  opt, (w, goal) = tx.init(params), (np.float64(x[names[0]]["kernel"]) for x in (params, target))
+  m = v = np.zeros_like(w)
+  for t in range(20):
+    grads = jax.tree.map(jnp.subtract, params, target)
+    updates, opt = relaxed(update, grads, opt, params)
+    params = relaxed(optax.apply_updates, params, updates)
+    keep = np.asarray(nms.nm_mask(jnp.float32(abs(w)), "2:8")) | (t < 3)
+    g = np.where(keep, w, 0) - goal
+    m, v = 0.9 * m + 0.1 * g, 0.999 * v + 0.001 * g**2
+    adam = m / (1 - 0.9 ** (t + 1)) / (np.sqrt(v / (1 - 0.999 ** (t + 1))) + 1e-8)
+    w = w - rate(t) * (adam + 0.1 * w) - own(t) * 0.5 * np.where(keep, 0, w)
+    close(nms.dense_params(params, opt)[names[0]]["kernel"], w, 1e-5)
 
 
 @pytest.mark.parametrize("name", ["sr_ste", "one_shot"])
@@ -305,7 +329,7 @@ def test_vmap_and_donation():
 
 def test_parameters_of_bfloat16():
   """W is float32; the inner optimizer and its moments see the parameters' dtype."""
-  tx = nms.sparse(optax.adam(1e-2), RULES)
+  tx = nms.sparse(optax.adam(1e-2), RULES, learning_rate=1e-2)
   params, opt, _ = train(tx, params_of(dtype=jnp.bfloat16), 50)
   assert {x.dtype.name for x in jax.tree.leaves(opt.dense)} == {"float32"}
   kinds = {x.dtype.name for x in jax.tree.leaves((params, opt.inner_state[0].mu))}
@@ -357,6 +381,7 @@ def test_mistakes_are_said():
   for word, do in (
     ("needs the parameters", lambda: TX.update(params, opt)),
     ("inside", lambda: nms.sparse(optax.chain(optax.clip(1), several), RULES).init(params)),
+    ("learning_rate=rate", lambda: nms.sparse(INNER, RULES).update(params, opt, params)),
     ("fast and slow", lambda: nms.sparse(WRAPPERS["lookahead"](SGD), RULES).init(params)),
     ("grad_fn=.*dense", lambda: TX.update(params, opt, params, grad_fn=jax.grad(loss))),
     ("0 states", lambda: nms.dense_params(params, INNER.init(params))),

@@ -8,6 +8,7 @@ import numpy as np
 import optax
 import pytest
 import t5x_world
+from flax.core import freeze
 from t5x_world import (
   OPTIMIZERS,
   PHASES,
@@ -120,6 +121,34 @@ def test_lambda_is_relative_to_the_mean_loss_per_target(factor, num_microbatches
     pruned = np.where(nms.nm_mask(jnp.abs(w), nms.NM(1, 4)), 0, w) if "/mlp/" in path else 0
     term = (w - moved[path]) / scale(tokens)
     np.testing.assert_allclose(term, LAM * pruned, atol=2e-5, err_msg=path)
+
+
+@pytest.mark.parametrize(
+  "network, optimizer_def, decay",
+  [
+    ("t5", OPTIMIZERS["sgd"](), 0.25),
+    ("scanned", OPTIMIZERS["adafactor"](), 0.25),
+    ("t5", optimizers.chain([optax.apply_if_finite(optax.adam(0.1), 9)]), 0),  # it skips the step
+  ],
+)
+def test_a_decoupled_term_is_the_same_in_microbatches_and_needs_no_count_of_targets(
+  network, optimizer_def, decay
+):
+  """To the bit: rate * lambda * W is taken off what is pruned, with a rate of 1."""
+  model = make(
+    nms.Rules({"ff": recipe("sr_ste_decoupled", lam=0.25)}), network, optimizer_def=optimizer_def
+  )
+  state = at_step(model, begin(model).train_state, PHASES.dense)
+  last = "decoder/logits_dense/kernel"  # at zero no other weight has a gradient of the loss
+  weights = {path: np.asarray(w) for path, w in flatten(state.params)}
+  weights[last] = np.zeros_like(weights[last])
+  state = state.replace_params(freeze(nested(weights)))
+  batch = batch_of() | ({} if decay else {"decoder_loss_weights": np.full((16, 8), np.nan)})
+  kept = dict(flatten(jax.jit(model.effective)(state.params, state.flax_mutables)))
+  want = {path: np.where(kept[path] == 0, w - decay * w, w) for path, w in weights.items()}
+  for num_microbatches in (None, 4):
+    moved = dict(flatten(one_step(model, state, batch, num_microbatches).params))
+    assert_equal(moved | {last: weights[last]}, want)
 
 
 def test_microbatches_change_nothing_and_snip_scores_the_plain_gradient():

@@ -21,11 +21,8 @@ if reason := t5x_found.why_not():
   pytest.skip(reason, allow_module_level=True)
 
 TINY = "tests/t5x_tiny.gin"
-FINETUNE = "gin_configs/runs/t5x_finetune.gin", TINY
-RULES = dict(
-  RECIPE="idp", PATTERN="1:4", SPARSITY_RULES={"ff": None, "decoder/cross/qkv": "2:4"},
-  SPARSE_STEPS=6, DENSE_STEPS=1, FINETUNE_STEPS=2,
-)  # fmt: skip
+FINETUNE = "gin_configs/runs/t5x_finetune.gin", TINY, "tests/t5x_rules.gin"
+RULES = dict(RECIPE="idp", PATTERN="1:4", SPARSE_STEPS=6, DENSE_STEPS=1, FINETUNE_STEPS=2)
 TASK = dict(
   MIXTURE_OR_TASK_NAME="nm_test_sort", MIXTURE_OR_TASK_MODULE="t5x_task",
   TASK_FEATURE_LENGTHS={"inputs": 8, "targets": 8},

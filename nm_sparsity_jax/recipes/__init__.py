@@ -20,7 +20,7 @@ import pkgutil
 
 from nm_sparsity_jax.core.schedules import Curve
 from nm_sparsity_jax.recipes.base import Recipe
-from nm_sparsity_jax.recipes.baselines import Dense, SrSte
+from nm_sparsity_jax.recipes.baselines import Dense, SrSte, SrSteDecoupled
 from nm_sparsity_jax.recipes.custom import Custom
 from nm_sparsity_jax.recipes.progressive import (
   MdgfExponential,
@@ -33,14 +33,14 @@ from nm_sparsity_jax.recipes.stateful import Hold, Idp, OneShot, Snip
 
 __all__ = [
     "RECIPES", "Curve", "Custom", "Dense", "Hold", "Idp", "MdgfExponential", "MdgfLinear",
-    "OneShot", "Recipe", "SdgfGeometric", "SdgfStepwise", "Snip", "SrSte", "recipe",
-    "register",
+    "OneShot", "Recipe", "SdgfGeometric", "SdgfStepwise", "Snip", "SrSte", "SrSteDecoupled",
+    "recipe", "register",
 ]  # fmt: skip
 
 # In the order in which messages list them.
 for _cls in (
-    Dense, OneShot, SrSte, MdgfLinear, MdgfExponential, SdgfStepwise, SdgfGeometric, Custom, Snip,
-    Idp, Hold,
+    Dense, OneShot, SrSte, SrSteDecoupled, MdgfLinear, MdgfExponential, SdgfStepwise,
+    SdgfGeometric, Custom, Snip, Idp, Hold,
 ):  # fmt: skip
   register(_cls)
 # A recipe in a module of its own needs no other line here: its class says `@register`.

@@ -57,6 +57,7 @@ class Recipe:
     phases: the steps of the sparse run, None for dense.
     gradient: 'masked', 'straight_through', or None for `default_gradient`; a field of some recipes.
     lam: weight of the SR-STE term, 0 where there is none; a field of some recipes.
+    decoupled: whether that term acts beside the optimizer's update, not in the gradient.
   """
 
   name: ClassVar[str]
@@ -67,6 +68,7 @@ class Recipe:
   phases: Phases
   gradient: ClassVar[str | None] = None
   lam: ClassVar[float] = 0.0
+  decoupled: ClassVar[bool] = False
 
   def __post_init__(self):
     for field in dataclasses.fields(self):
@@ -181,7 +183,7 @@ class Recipe:
 
         masked            g * (mask + D * (1 - mask))
         straight_through  g
-        both              + lam * (1 - mask) * W
+        both              + lam * (1 - mask) * W, unless it is decoupled
 
     Which weights the mask kept can be read off `seen`, so no mask is made a second time: a pruned
     one is D * W there, and a kept one is W, up to rounding. Override it beside `effective`.
@@ -194,9 +196,22 @@ class Recipe:
       mask: the stored mask of a stateful recipe at that step.
     """
     # Nothing to change, so nothing is compiled and read either.
-    if self.gradient_mode == "straight_through" and not self.lam:
+    if self.gradient_mode == "straight_through" and (self.decoupled or not self.lam):
       return grad
     return _jit_if_traced(_pull_back, self, 0, step, grad, w, seen, mask)
+
+  def pruned_term(
+    self, w: jax.Array, seen: jax.Array, step: jax.Array | int, mask: jax.Array | None = None
+  ) -> jax.Array:
+    """Returns SR-STE's term alone, lam * (1 - mask) * W, float32 or wider.
+
+    Args:
+      w: the dense weight W.
+      seen: as in `pull_back`.
+      step: the step of that pass.
+      mask: the stored mask of a stateful recipe at that step.
+    """
+    return _jit_if_traced(_pruned_term, self, 0, step, w, seen, mask)
 
   def was_kept(
     self, w: jax.Array, seen: jax.Array, decay: jax.Array, mask: jax.Array | None
@@ -332,13 +347,27 @@ def _effective(recipe, axis, step, w, stored):
 
 
 def _pull_back(recipe, axis, step, grad, w, seen, stored):
-  dtype = gradients.wider(w.dtype)
-  out, wide = grad.astype(dtype), w.astype(dtype)
-  d = gradients.computed_once(recipe.decay(step)).astype(dtype)
+  wide, d, kept = _seen(recipe, step, w, seen, stored)
   # In float32, since lambda * W and D * g may be subnormals of a shorter dtype.
-  kept = recipe.was_kept(wide, seen.astype(dtype), d, stored)
+  out = grad.astype(wide.dtype)
   if recipe.gradient_mode == "masked":
     out = jnp.where(kept, out, d * out)
-  if recipe.lam:
-    out = out + dtype.type(recipe.lam) * jnp.where(kept, jnp.zeros_like(wide), wide)
+  if recipe.lam and not recipe.decoupled:
+    out = out + _term(recipe, wide, kept)
   return out.astype(grad.dtype)
+
+
+def _pruned_term(recipe, axis, step, w, seen, stored):
+  wide, _, kept = _seen(recipe, step, w, seen, stored)
+  return _term(recipe, wide, kept)
+
+
+def _seen(recipe, step, w, seen, stored):
+  """Returns W, D and the mask of the forward pass that computed with `seen`."""
+  dtype = gradients.wider(w.dtype)
+  wide, d = w.astype(dtype), gradients.computed_once(recipe.decay(step)).astype(dtype)
+  return wide, d, recipe.was_kept(wide, seen.astype(dtype), d, stored)
+
+
+def _term(recipe, wide, kept):
+  return wide.dtype.type(recipe.lam) * jnp.where(kept, jnp.zeros_like(wide), wide)

@@ -53,9 +53,9 @@ class SrSte(Recipe):
 
       W~ = W * Phi(W),   dL/dW = g + lam * (1 - Phi) * W.
 
-  The gradient is straight-through; the second term is added once per optimizer step by
-  `nms.sr_ste`, to the gradient of the mean loss per target token. It acts from the end of
-  the dense phase to the end of the run.
+  The gradient is straight-through; the second term is added once per optimizer step, to the
+  gradient of the mean loss per target token. It acts from the end of the dense phase to the end of
+  the run. Adam divides it by the root of v, as any gradient: see `SrSteDecoupled`.
 
   Reference: Zhou et al., "Learning N:M fine-grained structured sparse neural networks from
   scratch", ICLR 2021, arXiv:2102.04010.
@@ -69,3 +69,36 @@ class SrSte(Recipe):
   name: ClassVar[str] = "sr_ste"
   default_gradient: ClassVar[str] = "straight_through"
   lam: float = 2e-4
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SrSteDecoupled(Recipe):
+  """SR-STE whose term acts beside the update u of the optimizer, as AdamW decays weights.
+
+      W~ = W * Phi(W),   dL/dW = g,   W = W + u(g) - eta(t) * lam * (1 - Phi) * W.
+
+      recipe = nms.recipe("sr_ste_decoupled", pattern="1:8", phases=phases)
+      tx = nms.sparse(optax.adam(rate), nms.Rules({"ff": recipe}), learning_rate=rate)
+
+  `eta` is the `learning_rate` of `nms.sparse`: that of the optimizer, or a schedule of its own.
+  The trainer of T5X and the local runner give theirs. So a pruned weight that has no gradient
+  shrinks by exp(-lam * sum of eta), whatever its v.
+
+  Tune lam together with the rate. A rule: masks should change no faster than those of dense weights
+  do (flip rate: Hu et al., "Accelerating transformer pre-training with 2:4 sparsity", ICML 2024,
+  arXiv:2404.01847, who keep the term in the gradient).
+
+  Reference: as `SrSte`; Loshchilov and Hutter, "Decoupled weight decay regularization", ICLR 2019,
+  arXiv:1711.05101.
+
+  Attributes:
+    pattern: what to keep.
+    phases: hard masks from step `phases.dense` on.
+    lam: the weight lambda of the decay. At a rate of 1e-3, 1 makes a pruned weight e times smaller
+      in 1,000 steps.
+  """
+
+  name: ClassVar[str] = "sr_ste_decoupled"
+  default_gradient: ClassVar[str] = "straight_through"
+  decoupled: ClassVar[bool] = True
+  lam: float = 1.0

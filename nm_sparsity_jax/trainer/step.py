@@ -229,7 +229,11 @@ class Model:
     return self.jit(step)
 
   def train_step(
-    self, optimizer: optax.GradientTransformation, rng: jax.Array, microbatches: int = 1
+    self,
+    optimizer: optax.GradientTransformation,
+    rng: jax.Array,
+    microbatches: int = 1,
+    learning_rate: optax.ScalarOrSchedule | None = None,
   ) -> Any:
     """Returns (state, batch) -> (new state, name -> sum); the state is donated.
 
@@ -239,8 +243,9 @@ class Model:
       optimizer: of optax, bare: `nms.sparse` is put around it here.
       rng: of dropout; the global step is folded in.
       microbatches: parts that a batch is cut into, one after the other.
+      learning_rate: of `nms.sparse`.
     """
-    tx = sparse(optimizer, self.rules)
+    tx = sparse(optimizer, self.rules, learning_rate)
 
     def step(state: TrainState, batch):
       sums, collections, grads = self._gradient(state, batch, rng, microbatches)

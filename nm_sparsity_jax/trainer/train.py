@@ -154,7 +154,7 @@ class _Process:
   def _steps(self, state: TrainState, key: jax.Array) -> None:
     """Does the remaining steps, or those until a signal; saves the last."""
     run, total = self.run, self.run.sparse_steps
-    step = run.model.train_step(run.optimizer, key, run.microbatches)
+    step = run.model.train_step(run.optimizer, key, run.microbatches, run.learning_rate)
     before, after = run.model.samplers(key, run.microbatches)
     is_evaluated = lambda: self.done == total or _is_time(run.eval_period, self.done)
     if self.done and is_evaluated():

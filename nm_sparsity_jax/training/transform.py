@@ -1,7 +1,8 @@
 """The optax transformation that trains sparse weights in place, and links for other loops.
 
     params = W~ of this step -> the user's loss -> gradients
-    gradients -> [pull_back: to W, + SR-STE's term] -> wrapped optimizer -> W of the next step
+    gradients -> [pull_back: to W, + SR-STE's term] -> wrapped optimizer
+    W, its updates, SR-STE's term where it is decoupled -> W of the next step
                           |-> count + 1, stored masks
     W, count, masks -> W~ -> updates = W~ - params
 
@@ -56,7 +57,11 @@ class SparseState(NamedTuple):
   inner_state: Any
 
 
-def sparse(tx: optax.GradientTransformation, rules: Rules) -> optax.GradientTransformationExtraArgs:
+def sparse(
+  tx: optax.GradientTransformation,
+  rules: Rules,
+  learning_rate: optax.ScalarOrSchedule | None = None,
+) -> optax.GradientTransformationExtraArgs:
   """Wraps an optimizer so that it trains N:M sparse weights, in any loop that takes an optimizer.
 
       tx = nms.sparse(optax.adamw(1e-2), rules)
@@ -74,6 +79,7 @@ def sparse(tx: optax.GradientTransformation, rules: Rules) -> optax.GradientTran
       W~  = W * (mask + D(t + 1) * (1 - mask)),   the new `params`
 
   where pull_back(g) is g * (mask + D(t) * (1 - mask)), or g itself, by the recipe's gradient mode.
+  Of `sr_ste_decoupled` the term is in the second line: W also loses eta(t) * lam * (1 - mask) * W.
 
   Transformations that move parameters go inside: clipping, schedules, `optax.flatten`, and
   `mechanize`, `sam` and `schedule_free` of `optax.contrib`. They then move W. `sam` takes two
@@ -96,6 +102,8 @@ def sparse(tx: optax.GradientTransformation, rules: Rules) -> optax.GradientTran
   Args:
     tx: any optax optimizer.
     rules: what becomes sparse, and how.
+    learning_rate: eta, a number or a schedule (update t -> number): that of `tx`, or another.
+      `sr_ste_decoupled` alone needs it.
 
   Returns:
     A transformation whose state is a `SparseState`. Its `update` needs the parameters.
@@ -171,10 +179,14 @@ def sparse(tx: optax.GradientTransformation, rules: Rules) -> optax.GradientTran
       # Parameters may be loaded after `init`, so the first update makes the masks anew.
       first = lambda: stored.init_state(_replaced(params, w_by_path), rules)
       masks = when(scalar(state.count) == 0, first, lambda: state.masks)
-    g_w = {}
+    g_w, decays = {}, {}
     for path, site in sites.items():
       at, mask = stored.current(site, step, masks)
-      g_w[path] = site.recipe.pull_back(grads[path], w_by_path[path], effective[path], at, mask)
+      seen = w_by_path[path], effective[path], at, mask
+      g_w[path] = site.recipe.pull_back(grads[path], *seen)
+      if site.recipe.decoupled:
+        term = site.recipe.pruned_term(*seen)
+        decays[path] = _rate(learning_rate, step).astype(term.dtype) * term
 
     # The inner update. Its weight decay and trust ratios are those of W, not of W~.
     w_tree = map_with_names(lambda p, x: w_by_path[p].astype(x.dtype) if p in sites else x, params)
@@ -185,6 +197,7 @@ def sparse(tx: optax.GradientTransformation, rules: Rules) -> optax.GradientTran
     new_w = {
       p: w_by_path[p] + u.astype(w_by_path[p].dtype) for p, u in flatten(w_updates) if p in sites
     }
+    new_w |= {path: new_w[path] - decay for path, decay in decays.items()}
     count = jnp.where(step < 0, step, step + 1)  # below 0: the rules are others
 
     # The stored masks.
@@ -259,13 +272,20 @@ class SrSteState(NamedTuple):
   count: jax.Array
 
 
-def sr_ste(rules: Rules) -> optax.GradientTransformationExtraArgs:
+def sr_ste(
+  rules: Rules, learning_rate: optax.ScalarOrSchedule | None = None
+) -> optax.GradientTransformationExtraArgs:
   """Adds lambda * (1 - mask) * W to the gradient of every weight whose recipe asks for it.
 
   Put it first in the chain, before anything that scales or accumulates the gradient's moments,
   and inside `optax.MultiSteps`, so that it acts once per optimizer step:
 
       optax.MultiSteps(optax.chain(nms.sr_ste(rules), optax.adamw(1e-3)), every_k_schedule=4)
+
+  The term of `sr_ste_decoupled` is no gradient. A second link takes it off, times the learning
+  rate. It is the last one:
+
+      optax.chain(nms.sr_ste(rules), optax.adamw(rate), nms.sr_ste(rules, learning_rate=rate))
 
   The mask is the one that the forward pass of this step applied: it is taken from the same
   weights at the same step (the count of this transformation). Without an SR-STE rule it changes
@@ -275,6 +295,7 @@ def sr_ste(rules: Rules) -> optax.GradientTransformationExtraArgs:
 
   Args:
     rules: what is sparse, and how.
+    learning_rate: as in `sparse`; None = this link is the first one.
 
   Reference: Zhou et al., ICLR 2021, arXiv:2102.04010, equation 8.
   """
@@ -284,46 +305,50 @@ def sr_ste(rules: Rules) -> optax.GradientTransformationExtraArgs:
     return SrSteState(jnp.zeros((), jnp.int32))
 
   def update(updates, state, params=None, *, nm_state: stored.State | None = None, **extra):
-    updates = add_sr_ste(updates, params, rules, state.count, nm_state)
+    decoupled = learning_rate is not None
+    scale = -_rate(learning_rate, state.count) if decoupled else 1.0
+    updates = add_sr_ste(updates, params, rules, state.count, nm_state, scale, decoupled)
     return updates, SrSteState(state.count + 1)
 
   return optax.GradientTransformationExtraArgs(init, update)
 
 
 def add_sr_ste(
-  grads: Any,
+  tree: Any,
   params: Any,
   rules: Rules,
   step: jax.Array | int,
   state: stored.State | None = None,
   scale: jax.Array | float = 1.0,
+  decoupled: bool = False,
 ) -> Any:
-  """Returns g + scale * lambda * (1 - mask) * W where a recipe asks for it, as `sr_ste` does.
+  """Returns x + scale * lambda * (1 - mask) * W where a recipe asks for it, as `sr_ste` does.
 
   Args:
-    grads: gradients, like `params`.
+    tree: x, like `params`: gradients; of decoupled recipes updates, or updated parameters.
     params: the dense parameters W.
     rules: the rules.
     step: the step that the gradients were taken at.
     state: stored masks (idp).
     scale: lambda is meant for the gradient of the mean loss per target; where the loss is that
-      mean times a factor, the factor.
+      mean times a factor, the factor. Of decoupled recipes minus the learning rate.
+    decoupled: adds the terms of decoupled recipes, and of no others.
   """
   sites, arrays = rules.assign(params).sites, dict(flatten(params))
 
-  def add(path, g):
+  def add(path, x):
     site = sites.get(path)
-    if site is None or not site.recipe.lam:
-      return g
+    if site is None or not site.recipe.lam or site.recipe.decoupled != decoupled:
+      return x
     w = arrays[path]
     # The mask of the forward pass of this step, made anew: nothing carries it here.
     at, mask = stored.current(site, step, state)
     pruned = jnp.where(site.mask(w, at, mask), jnp.zeros_like(w), w)
     # In float32, since lambda * W may be a subnormal of a narrower dtype.
     lam = jnp.float32(site.recipe.lam * scale)
-    return g + (lam * pruned.astype(jnp.float32)).astype(g.dtype)
+    return x + (lam * pruned.astype(jnp.float32)).astype(x.dtype)
 
-  return map_with_names(add, grads)
+  return map_with_names(add, tree)
 
 
 def count_steps() -> optax.GradientTransformation:
@@ -394,6 +419,16 @@ def _checked_step(state: SparseState, rules: Rules, sites: Mapping[str, Site]) -
       "on with those, or start a new run by tx.init(params)."
     )
   return jnp.where(same, state.count, NO_STEP)
+
+
+def _rate(learning_rate: optax.ScalarOrSchedule | None, count: jax.Array) -> jax.Array:
+  if learning_rate is None:
+    raise ValueError(
+      "sr_ste_decoupled decays pruned weights by lam times a learning rate: pass it, as in "
+      "nms.sparse(optax.adamw(rate), rules, learning_rate=rate)."
+    )
+  with _relaxed():
+    return jnp.float32(learning_rate(count) if callable(learning_rate) else learning_rate)
 
 
 def _dense(state: SparseState, params: Any) -> dict[str, jax.Array]:

@@ -73,7 +73,8 @@ def _local(plan: Plan, devices: Sequence[Any], rules: Rules | None) -> Any:
     for name, x in workload.example().items()
   }
   state = model.state_like(run.optimizer)
-  step = model.train_step(run.optimizer, jax.random.PRNGKey(0), run.microbatches)
+  key = jax.random.PRNGKey(0)
+  step = model.train_step(run.optimizer, key, run.microbatches, run.learning_rate)
   return step.lower(state, batch)
 
 

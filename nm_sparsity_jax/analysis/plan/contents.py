@@ -83,7 +83,7 @@ def rate(plan: Plan) -> dict[str, Any] | None:
     function = own
     plan.warnings.append(
       f"OPTIMIZER has a learning rate of its own, {own:g}: LEARNING_RATE, WARMUP_STEPS and "
-      "LEARNING_RATE_FACTORS do nothing, and T5X's metric learning_rate shows another rate"
+      "LEARNING_RATE_FACTORS do nothing to it, and T5X's metric learning_rate shows another rate"
     )
   else:  # T5X counts global steps
     function = config.argument("learning_rate_fn", "SparseTrainer")

@@ -1,6 +1,7 @@
 """The train step: T5X's gradients and T5X's update, with what sparsity needs between them.
 
-batch -> gradients -> [+ SR-STE's term, once] -> T5X's update -> [step + 1, stored masks]
+batch -> gradients -> [+ SR-STE's term, once] -> T5X's update -> [- that term where it is decoupled]
+-> [step + 1, stored masks]
 """
 
 # T5X is not on PyPI: where types are checked without it, it is unknown.
@@ -179,7 +180,7 @@ def sparse_train_step(
     model, train_state, batch, dropout_rng, num_microbatches, **accumulate
   )
   full = grads
-  if any(recipe.lam for recipe in rules.places.values()):
+  if any(recipe.lam and not recipe.decoupled for recipe in rules.places.values()):
     # Here and not in the loss: a term in the loss would be added once per microbatch.
     scale = loss_scale(model._loss_normalizing_factor, batch, num_microbatches)
     full = transform.add_sr_ste(grads, params, rules, step, state, scale)
@@ -192,7 +193,10 @@ def sparse_train_step(
     other_state_variables={"flax_mutables": flax_mutables},
   )
   # An optimizer may have skipped the update, as for gradients that are not finite.
-  step = step + _applied(model.optimizer_def, train_state, new)
+  applied = _applied(model.optimizer_def, train_state, new)
+  rate = learning_rate * applied
+  decayed = transform.add_sr_ste(new.params, params, rules, step, state, -rate, decoupled=True)
+  new, step = new.replace_params(decayed), step + applied
   # Without the term: snip scores |g * W|.
   state = update_state(state, new.params, rules, step, grads, grads_at=params)
   return new.replace_flax_mutables(model.write(new.flax_mutables, step, state)), found
