@@ -21,8 +21,8 @@ def test_one_set_of_settings_makes_every_recipe(name):
   phases = nms.Phases(total=100) if name == "hold" else PHASES
   recipe = make(name, phases=phases, beta=None, gradient=None)
   assert type(recipe) is RECIPES[name] and recipe.name == name
-  straight = name in ("sr_ste", "idp")
-  assert recipe.lam == (2e-4 if straight else 0)
+  straight = name in ("sr_ste", "s_ste", "idp")
+  assert recipe.lam == (2e-4 if straight and name != "s_ste" else 0)
   assert recipe.gradient_mode == ("straight_through" if straight else "masked")
 
 

@@ -142,7 +142,7 @@ def test_200_steps_in_place_are_those_of_a_loop_of_the_pieces(name):
     assert (name in masks[kind]) == (name in later.masks[kind])
     if name in masks[kind]:
       close(masks[kind][name], later.masks[kind][name], 1e-5)
-  assert (name in masks["mask"]) == RECIPES[name].stateful
+  assert (name in masks[RECIPES[name].keeps]) == RECIPES[name].stateful
   want = jax.jit(jax.vmap(lambda p, s: nms.sparsify(p, RULES, s.count, s.masks)))(dense, opt)
   want, seen = np.asarray(want[name]["kernel"])[1:], np.asarray(params[name]["kernel"])
   before, now = seen[:-1], seen[1:]

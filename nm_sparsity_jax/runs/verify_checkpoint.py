@@ -158,6 +158,8 @@ def finalize(
       before = np.abs(params.pop(path).astype(np.float64))
       with np.errstate(all="ignore"):  # inf and NaN: the proof names them
         removed[path] = float(before[kept == 0].sum() / (before.sum() or 1))
+      if assignment.sites[path].recipe.keeps == "scale":  # else the sparse model scales once more
+        arrays[f"flax_mutables/nm_sparsity/scale/{path}"] = np.ones((), np.float32)
   # The rules of a run lie in flax_mutables already.
   noted = rules_text.describe(rules) if stored.sparse_step is None else None
   checkpoint.write(made, arrays, checkpoint.network_settings(stored.path), noted)
