@@ -180,13 +180,13 @@ def test_s_ste_scales_by_the_least_squares_of_the_end_of_the_dense_phase(pattern
   mixed = lambda seed: np.where(column < 3, normal(seed), weights(seed)) * (column > 0)
   state = nms.init_state(tree(mixed(1)), rules)
   for step, fitted in ((2, 2), (4, 4), (20, 4)):
-    w, then = tree(mixed(step)), mixed(fitted)
+    w, then = tree(mixed(step)), soft(mixed(fitted), n, m)
     state = update(state, w, rules, step)
-    scale = np.vdot(then, soft(then, n, m)) / np.vdot(soft(then, n, m), soft(then, n, m))
     done = nms.finalize(w, rules, step, state, early=True)
+    scale = np.vdot(mixed(fitted), then) / np.vdot(then, then)
     np.testing.assert_allclose(kernel(done), scale * soft(kernel(w), n, m), 1e-5)
     same(nms.finalize(done, rules, step, state, early=True), done)
-    assert nms.verify(done, rules).ok
+  assert nms.verify(done, rules).ok
   np.testing.assert_array_equal(kernel(done), kernel(state["scale"]) * soft(kernel(w), n, m))
   same(sparsify(w, rules, 20, state), done)
   assert kernel(nms.init_state(tree(np.zeros((K, N))), rules)["scale"]) == 1

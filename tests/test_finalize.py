@@ -110,8 +110,6 @@ def test_zeros_are_those_of_finalize_and_are_proven(
 
   code, again = command("finalize", path, "again")
   assert not code and {*again["removed"].values()} == {0}
-  for name, w in flatten(load(again["checkpoint"])["target"]):
-    np.testing.assert_array_equal(w, got[name], err_msg=name)
 
 
 @pytest.mark.parametrize("recipe, step", [("mdgf_linear", 4), ("idp", 3)])

@@ -62,10 +62,8 @@ class SSte(TakenOnce):
   def _fit(self, groups, w):
     """Returns the scale of least squares, a float32 scalar."""
     soft = groups.apply(self._soft, w)
-    # Means of means, since one float32 sum of many weights stalls.
-    with_soft = lambda x: jnp.mean(jnp.mean(x.astype(soft.dtype) * soft, -1))
-    norm = with_soft(soft)
-    scale = with_soft(w) / jnp.where(norm == 0, 1, norm)
+    norm = jnp.sum(soft * soft)
+    scale = jnp.sum(w.astype(soft.dtype) * soft) / jnp.where(norm == 0, 1, norm)
     return jnp.where(norm == 0, 1, scale).astype(jnp.float32)
 
   def chosen(self, w, step, axis, stored):

@@ -11,7 +11,6 @@ import zlib
 from collections.abc import Mapping
 
 import jax
-import jax.numpy as jnp
 
 from nm_sparsity_jax.core import masks
 from nm_sparsity_jax.core.groups import Groups
@@ -93,7 +92,7 @@ class Site:
     return self._apply(self.recipe.mask, w, step, mask)
 
   def _apply(self, function, w, step, mask):
-    arrays = (w,) if mask is None else (w, jnp.broadcast_to(mask, w.shape))  # of a scale, too
+    arrays = (w,) if mask is None else (w, mask)
     call = lambda step, w, *m, axis: function(w, step, axis, *m)
     return self.groups.apply(call, *arrays, scalar=step)
 
