@@ -140,7 +140,7 @@ def finalize(
       )
   made = os.path.join(out, f"checkpoint_{stored.step or 0}")
   refuse_existing(made)
-  arrays = {"state/step": np.asarray(np.int32(0))}  # T5X wants one
+  arrays: dict[str, Any] = {"state/step": np.asarray(np.int32(0))}  # T5X wants one
   if stored.sparse_step is not None:  # as its sparse model wants to know where the run began
     arrays["flax_mutables/nm_sparsity/start"] = np.asarray(np.int32(stored.start or 0))
   # All but the optimizer.
