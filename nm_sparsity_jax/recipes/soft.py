@@ -1,6 +1,6 @@
 """S-STE: a soft threshold in place of a hard mask.
 
-|W| -> [n + 1 largest of a group -> t] -> shrunk by t -> * a scale that is kept -> W~
+W -> [t: the largest |W| that is pruned of each group] -> S(W), shrunk by t -> * a kept scale -> W~
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ class SSte(TakenOnce):
 
       scale = <W, S(W)> / <S(W), S(W)>   of W at the end of the dense phase; 1 where S(W) is 0.
 
-  It is one number for each parameter, so a stack of a scan has one, and stays as it is. What is
-  deployed is scaled, too.
+  It is one number for each parameter, so a stack of a scan has one, and it never changes again.
+  What is deployed is scaled, too.
 
-  Weights that tie with t become 0, so a group may have fewer than n. The mask is where S(W) is not
-  0. An inf or a NaN makes NaN of its group where t depends on it.
+  Weights that tie with t become 0, so a group may keep fewer than n. The mask marks the weights
+  whose S(W) is not 0. Where t is inf or NaN, as in a run that diverged, kept weights become NaN.
 
   Reference: Hu, Zhu and Chen, "S-STE: continuous pruning function for efficient 2:4 sparse
   pre-training", NeurIPS 2024, arXiv:2409.09099. Other n:m than 2:4 are ours; pruned gradients and
@@ -52,10 +52,10 @@ class SSte(TakenOnce):
     """Returns S(W), float32 at least."""
     wide, m = w.astype(gradients.wider(w.dtype)), self.pattern.m
     kept = masks.magnitude_mask(w, self.pattern, axis)
-    first, *_ = axes = masks.check_axis(w.shape, axis)
+    axes = masks.check_axis(w.shape, axis)
     grouped = in_groups(w.shape, axes, m)
     pruned = jnp.where(kept, jnp.zeros_like(wide), jnp.abs(wide)).reshape(grouped)
-    t = jnp.max(pruned, first + 1, keepdims=True)
+    t = jnp.max(pruned, axes[0] + 1, keepdims=True)
     # What is pruned is its own clip, so it becomes 0 and never -0.
     return wide - jnp.clip(wide.reshape(grouped), -t, t).reshape(w.shape)
 
@@ -67,7 +67,7 @@ class SSte(TakenOnce):
     return jnp.where(norm == 0, 1, scale).astype(jnp.float32)
 
   def chosen(self, w, step, axis, stored):
-    return (self._soft(w, axis=axis) != 0) & (step >= 0)  # else D = NaN would meet no pruned weight
+    return self._soft(w, axis=axis) != 0
 
   def effective(self, w, step, axis=0, mask=None):
     still = lax.stop_gradient(w)

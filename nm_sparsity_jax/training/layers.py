@@ -185,7 +185,7 @@ def with_step(
   step = as_step(step)
   if rules is not None:
     _check_layers(variables, rules)
-  # Of all layers of a scan they are one, as the stack is one parameter.
+  # Stamps and scale of all layers of a scan are one, as the stack is one parameter.
   by_kernel = lambda key: dict(flatten((state or {}).get(key, {})))
   made, renewed, scales = map(by_kernel, ("made", "renewed", "scale"))
 
@@ -284,7 +284,7 @@ def packed_kernel(layer: nn.Module) -> NMPacked | None:
 
 
 def _create_variables(layer: nn.Module, site: Site, w: jax.Array) -> None:
-  """Creates the step and stamps as NO_STEP, and the mask as `stored.init_state` starts it."""
+  """Creates step, stamps and scale as NO_STEP, and the mask as `stored.init_state` starts it."""
   is_stateful, has_scale = site.recipe.stateful, site.recipe.keeps == "scale"
   if layer.is_mutable_collection(COLLECTION):
     layer.variable(COLLECTION, "step", lambda: NO_STEP)
