@@ -41,6 +41,15 @@ def ranks(scores, m, axis=0, parent=None):
   return rank.reshape(shape).transpose(np.argsort(order))
 
 
+def soft(w, n, m):
+  """S(W) of S-STE along axis 0, by sorting."""
+  groups = np.asarray(w, np.float32).reshape(-1, m, w.shape[1])
+  size = np.abs(groups)
+  t = np.sort(size, 1)[:, m - n - 1, None] if n < m else 0
+  with np.errstate(invalid="ignore"):  # inf - inf
+    return np.where(size <= t, np.float32(0), np.sign(groups) * (size - t)).reshape(w.shape)
+
+
 def check_timeline(recipe, patterns, decays):
   """The timeline covers a run, says which pattern and D each step has, and when both are final."""
   segments = recipe.timeline(16)

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from reference_arrays import ranks
+from reference_arrays import ranks, soft
 
 import nm_sparsity_jax as nms
 from nm_sparsity_jax.training import metrics, transform
@@ -170,6 +170,26 @@ def test_finalize_writes_zeros_and_keeps_the_bits_of_survivors(name):
     early, late = np.asarray(kernel(jax.vmap(traced)(jnp.array([15, 16]))))
     assert np.isnan(kernel(traced(15))).all() and np.isnan(early).all()
     np.testing.assert_array_equal(late, kernel(traced(16)))
+
+
+@pytest.mark.parametrize("pattern", ["2:4", "1:8", "3:8", "4:4"])
+def test_s_ste_scales_by_the_least_squares_of_the_end_of_the_dense_phase(pattern):
+  """Finalized early it takes those of now. What is scaled is not scaled again."""
+  rules, n, m = ff("s_ste", pattern), *map(int, pattern.split(":"))
+  column = np.arange(N)  # one of zeros, some with ties
+  mixed = lambda seed: np.where(column < 3, normal(seed), weights(seed)) * (column > 0)
+  state = nms.init_state(tree(mixed(1)), rules)
+  for step, fitted in ((2, 2), (4, 4), (20, 4)):
+    w, then = tree(mixed(step)), soft(mixed(fitted), n, m)
+    state = update(state, w, rules, step)
+    done = nms.finalize(w, rules, step, state, early=True)
+    scale = np.vdot(mixed(fitted), then) / np.vdot(then, then)
+    np.testing.assert_allclose(kernel(done), scale * soft(kernel(w), n, m), 1e-5)
+    same(nms.finalize(done, rules, step, state, early=True), done)
+  assert nms.verify(done, rules).ok
+  np.testing.assert_array_equal(kernel(done), kernel(state["scale"]) * soft(kernel(w), n, m))
+  same(sparsify(w, rules, 20, state), done)
+  assert kernel(nms.init_state(tree(np.zeros((K, N))), rules)["scale"]) == 1
 
 
 # --- verify ---------------------------------------------------------------------------------------

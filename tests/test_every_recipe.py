@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-from reference_arrays import assert_same, check_timeline, magnitude, ranks
+from reference_arrays import assert_same, check_timeline, magnitude, ranks, soft
 
 import nm_sparsity_jax as nms
 from nm_sparsity_jax.recipes import RECIPES
@@ -19,6 +19,7 @@ PHASES = nms.Phases(total=24, dense=3, finetune=5)  # 16 sparsify steps; j* = 16
 STEPS = range(PHASES.total + 2)
 FINETUNE = 19
 SHAPE = (16, 3)
+SCALE = np.float32(1.7)
 DTYPES = {"f32": jnp.float32, "bf16": jnp.bfloat16, "f16": jnp.float16}
 ULP = {"f32": 2**-21, "bf16": 2**-8, "f16": 2**-11}  # of a float32 D, or of one rounding
 # Where D is 1 or 0 these keep their bits or are exactly 0; a product would lose them.
@@ -76,7 +77,8 @@ CASES = {
   "dense": Case(make("dense"), ()),
   "one_shot": Case(make("one_shot"), ((3, "1:4"),)),
   "sr_ste": Case(make("sr_ste", "2:4"), ((3, "2:4"),), mode=ST),
-  "sr_ste_decoupled": Case(make("sr_ste_decoupled", "2:4"), ((3, "2:4"),), mode=ST),
+  "sr_ste decoupled": Case(make("sr_ste", "2:4", decoupled=True), ((3, "2:4"),), mode=ST),
+  "s_ste": Case(make("s_ste"), ((3, "1:4"),), mode=ST),
   "mdgf_linear": Case(make("mdgf_linear"), ((3, "1:4"),), linear),
   "mdgf_linear slow": Case(
     make("mdgf_linear", "2:8", beta=0.04), ((3, "2:8"),), lambda j: 1 - 0.04 * j
@@ -100,13 +102,15 @@ CASES = {
   ),
 }
 every = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-# Only a D between 0 and 1 is a product that a narrow dtype rounds.
-FADING = [name for name in CASES if name.startswith("mdgf") or "linear" in name or "exp" in name]
+# Only a D between 0 and 1, or a scale, makes a product that a narrow dtype rounds.
+ROUNDED = [
+  name for name in CASES if name.startswith(("mdgf", "s_ste")) or "linear" in name or "exp" in name
+]
 every_dtype = pytest.mark.parametrize(
   "case, dtype",
   [
     *(pytest.param(case, "f32", id=f"{name}-f32") for name, case in CASES.items()),
-    *(pytest.param(CASES[name], d, id=f"{name}-{d}") for name in FADING for d in ("bf16", "f16")),
+    *(pytest.param(CASES[name], d, id=f"{name}-{d}") for name in ROUNDED for d in ("bf16", "f16")),
   ],
 )
 
@@ -127,6 +131,8 @@ def stored(case, w, step):
   """
   if not case.recipe.stateful:
     return None
+  if case.recipe.keeps == "scale":
+    return jnp.full(w.shape, SCALE)
   keep = np.ones(w.shape, bool)
   scores = magnitude(w) * np.abs(np.random.default_rng(7).normal(size=w.shape))
   held = [nms.NM.parse(p) for start, p in case.levels if start <= step]
@@ -138,6 +144,8 @@ def stored(case, w, step):
 def expected_mask(case, w, step):
   if case.pattern_at(step) is None:
     return np.ones(w.shape, bool)
+  if case.recipe.keeps == "scale":
+    return soft(w, 1, 4) != 0
   keep = stored(case, w, step)
   if case.recipe.stateful and case.name != "idp":
     return np.asarray(keep)
@@ -191,6 +199,10 @@ def test_weights_and_gradients_are_the_equation_at_every_step(case, dtype):
       want = np.where(scale == 0, np.zeros_like(w), np.where(scale == 1, w, scaled(w)))
     # A product of what is not finite, or too small for float32, is not compared.
     sure = (scale == 0) | (scale == 1) | (np.arange(SHAPE[1]) > 0)
+    if case.name == "s_ste" and d == 0:
+      want = (SCALE * soft(w, 1, 4)).astype(w.dtype)
+      sure = np.isfinite(want)
+      assert not np.isfinite(out[~sure]).any()
     assert_same(np.asarray(out)[sure], want[sure])
     assert_same(grad, scaled(ct) if case.mode == "masked" else ct)
     assert mask.dtype == bool and decay.dtype == jnp.float32
@@ -253,7 +265,7 @@ def test_a_step_that_was_never_given_is_loudly_wrong(case):
   with pytest.raises(ValueError, match="step"):
     jax.jit(recipe.decay)(12.0)
   if recipe.stateful:
-    with pytest.raises(ValueError, match="no mask was given"):
+    with pytest.raises(ValueError, match=f"no {recipe.keeps} was given"):
       recipe.effective(w, jnp.int32(0))
 
 
@@ -261,15 +273,16 @@ def test_a_step_that_was_never_given_is_loudly_wrong(case):
 OTHERS = {
   "pattern": "1:8", "phases": nms.Phases(total=24, dense=2, finetune=4), "gradient": ST,
   "lam": 0.5, "beta": 0.05, "k": 2, "decay_kind": "exponential", "path": PATH[:-1], "batches": 5,
+  "decoupled": True,
 }  # fmt: skip
 
 
 def observed(recipe):
-  """Weights, gradients, masks, D and lambda at every step."""
+  """Weights, gradients, masks and D at every step; what SR-STE's term is."""
   w, ct = weights(27), weights(28)
   keep = jnp.asarray(top(magnitude(w), nms.NM(1, recipe.pattern.m))) if recipe.stateful else None
   steps = [jitted(recipe, w, jnp.int32(t), keep, ct) for t in range(PHASES.total)]
-  return [np.asarray(x).tobytes() for parts in steps for x in parts], recipe.lam
+  return [np.asarray(x).tobytes() for parts in steps for x in parts], (recipe.lam, recipe.decoupled)
 
 
 # The mask of hold is that of its first weights at every step.
@@ -277,8 +290,9 @@ def observed(recipe):
 def test_every_field_changes_something(name):
   decays = {"decay_kind": "linear"} if name.startswith("sdgf") else {}  # else beta has no use
   base = dataclasses.replace(CASES[name].recipe, **decays)
-  arrays, lam = observed(base)
+  arrays, term = observed(base)
   for field in dataclasses.fields(base):
-    other, other_lam = observed(dataclasses.replace(base, **{field.name: OTHERS[field.name]}))
-    # Lambda is of the optimizer's term: what a layer sees stays.
-    assert (other == arrays) == (field.name == "lam") == (other_lam != lam), field.name
+    other, other_term = observed(dataclasses.replace(base, **{field.name: OTHERS[field.name]}))
+    # That term is the optimizer's: what a layer sees stays.
+    is_of_term = field.name in ("lam", "decoupled")
+    assert (other == arrays) == is_of_term == (other_term != term), field.name

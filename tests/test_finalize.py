@@ -74,7 +74,7 @@ def command(capsys):
 @pytest.mark.parametrize(
   "recipe, kind, dtype",
   [("mdgf_exponential", "Orbax", np.float32), ("snip", "Orbax", ml_dtypes.bfloat16),
-   ("idp", "T5X", np.float32)],
+   ("idp", "T5X", np.float32), ("s_ste", "T5X", np.float32)],
 )  # fmt: skip
 def test_zeros_are_those_of_finalize_and_are_proven(
   command, tmp_path, monkeypatch, recipe, kind, dtype
@@ -98,6 +98,7 @@ def test_zeros_are_those_of_finalize_and_are_proven(
   # The step and what the run knows of itself stay; the optimizer goes.
   assert found["state"] == {"step": 112}
   for name, x in flatten(run.tree["flax_mutables"]):
+    x = np.ones_like(x) if "/scale/" in name else x  # what is scaled is not scaled again
     np.testing.assert_array_equal(dict(flatten(found["flax_mutables"]))[name], x, err_msg=name)
 
   # What was removed, place by place, against a plain sum.

@@ -22,6 +22,8 @@ from reference_arrays import assert_same
 
 import nm_sparsity_jax as nms
 from nm_sparsity_jax import cli
+from nm_sparsity_jax.core.trees import nested
+from nm_sparsity_jax.deploy import inference_tree, packed_file
 from nm_sparsity_jax.models.t5 import network
 from nm_sparsity_jax.runs import checkpoint_rules, folders
 from nm_sparsity_jax.training import configure
@@ -49,7 +51,7 @@ SR_STE = dict(recipe="sr_ste", pattern="1:4", dense_steps=0, fields={"lam": 0.5}
 DENSE = dict(recipe="dense", pattern=None, dense_steps=0, finetune_steps=0)
 FF = {"ff": None}
 PHASES = nms.Phases(total=24, dense=8, finetune=4)
-DECOUPLED = nms.recipe("sr_ste_decoupled", pattern="1:4", phases=PHASES)
+DECOUPLED = nms.recipe("sr_ste", pattern="1:4", phases=PHASES, decoupled=True)
 MODELS = {}
 ADAMW = optax.adamw(0.01)
 EVALUATION = functools.partial(text.Evaluation, batch_size=32)
@@ -219,6 +221,16 @@ def test_hold_keeps_the_zeros_of_another_run_and_resumes(whole, tmp_path):
     before, after = whole[1][key] != 0, ends[0][key] != 0
     assert not (after & ~before).any() and (whole[1][key] != ends[0][key]).any()
     assert not after.reshape(-1, 8, after.shape[-1]).sum(1).max() > 1
+
+
+def test_s_ste_trains_finalizes_and_packs_its_scaled_weights(tmp_path):
+  assert train.train(run_of(tmp_path / "run", model_of(recipe="s_ste"))) == 0
+  nms.runs.finalize(tmp_path / "run", tmp_path / "final")
+  nms.runs.pack(tmp_path / "final", tmp_path / "p.safetensors")
+  run, final = (read(tmp_path / name, 24) for name in ("run", "final"))
+  packed, _ = packed_file.read(tmp_path / "p.safetensors")
+  for tree in (nested(final)["target"], inference_tree.unpack_tree(packed["params"])):
+    assert_same(tree, nested(run)["target"])
 
 
 def test_an_evaluation_that_a_kill_cut_off_is_made_up_for(tmp_path):

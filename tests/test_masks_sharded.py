@@ -147,6 +147,14 @@ def test_each_device_trains_its_own_shard(spec, kind, monkeypatch):
     assert leaf.sharding.is_equivalent_to(sharding, 2)
 
 
+def test_a_scalar_is_whole_on_each_device(monkeypatch):
+  monkeypatch.setattr(groups, "_PLATFORM", "cpu")
+  sharding = NamedSharding(mesh(AxisType.Explicit), SPECS["both"])
+  take = groups.Groups(SHAPE, 0).sharded(sharding, 8).apply
+  w = jax.device_put(jnp.ones(SHAPE), sharding)
+  assert (take(lambda w, scale, axis: w * scale, w, jnp.float32(3)) == 3).all()
+
+
 def test_products_communicate_as_those_of_a_dense_step():
   """Data and model parallel: the gradients of a dense step are reduced, and so are these."""
   at = lambda *axes: NamedSharding(mesh(), PartitionSpec(*axes))

@@ -21,7 +21,7 @@ def test_one_set_of_settings_makes_every_recipe(name):
   phases = nms.Phases(total=100) if name == "hold" else PHASES
   recipe = make(name, phases=phases, beta=None, gradient=None)
   assert type(recipe) is RECIPES[name] and recipe.name == name
-  lam = {"sr_ste": 2e-4, "idp": 2e-4, "sr_ste_decoupled": 1.0}
+  lam = {"sr_ste": 2e-4, "idp": 2e-4, "s_ste": 0}
   assert recipe.lam == lam.get(name, 0)
   assert recipe.gradient_mode == ("straight_through" if name in lam else "masked")
 

@@ -136,7 +136,9 @@ def test_a_decoupled_term_is_the_same_in_microbatches_and_needs_no_count_of_targ
 ):
   """To the bit: rate * lambda * W is taken off what is pruned, with a rate of 1."""
   model = make(
-    nms.Rules({"ff": recipe("sr_ste_decoupled", lam=0.25)}), network, optimizer_def=optimizer_def
+    nms.Rules({"ff": recipe("sr_ste", lam=0.25, decoupled=True)}),
+    network,
+    optimizer_def=optimizer_def,
   )
   state = at_step(model, begin(model).train_state, PHASES.dense)
   last = "decoder/logits_dense/kernel"  # at zero no other weight has a gradient of the loss

@@ -47,7 +47,7 @@ def blend(w: jax.Array, mask: jax.Array, decay: jax.Array, mode: str) -> jax.Arr
 def _blend(w, mask, decay, mode):
   del mode  # of the gradient
   wide = wider(w.dtype)
-  faded = _round(w.astype(wide) * decay.astype(wide), w.dtype)
+  faded = rounded(w.astype(wide) * decay.astype(wide), w.dtype)
   # D = 1 is a choice too, no product: XLA on a CPU makes 1.0 * 1e-40 zero.
   return jnp.where(mask | (decay == 1), w, jnp.where(decay == 0, jnp.zeros_like(w), faded))
 
@@ -75,7 +75,19 @@ def wider(dtype: jnp.dtype) -> jnp.dtype:
   return dtype if dtype.itemsize >= 4 else jnp.dtype(jnp.float32)
 
 
-def _round(x, dtype):
+@jax.custom_jvp
+def straight_through(w: jax.Array, now: jax.Array) -> jax.Array:
+  """Returns `now`, of the shape and dtype of `w`; its whole gradient is that of `w`."""
+  return now
+
+
+@straight_through.defjvp
+def _straight_through_jvp(primals, tangents):
+  return primals[1], tangents[0]
+
+
+def rounded(x: jax.Array, dtype: jnp.dtype) -> jax.Array:
+  """Returns a float32 (or float64) array in a dtype that may be narrower, rounded once."""
   # XLA may skip a cast to 16 bits that a cast back follows; it does not skip reduce_precision.
   if x.dtype == dtype:
     return x

@@ -81,7 +81,7 @@ class Groups:
     Args:
       function: takes arrays, and `axis` as `masks.nm_mask` does; returns an array of their shape.
         It sees padding as zeros.
-      *arrays: arrays of the weight's shape.
+      *arrays: arrays of the weight's shape, or scalars.
       scalar: what `function` takes before the arrays, such as a step; None = nothing. A device
         cannot look outside of its shard for a traced one.
 
@@ -97,7 +97,8 @@ class Groups:
     cut = self._by_shard()
     if cut is not None:
       whole = dataclasses.replace(self, shape=cut.shard_shape(self.shape), sharding=None)
-      specs = (*(PartitionSpec() for _ in traced), *(cut.spec for _ in arrays))
+      at = lambda x: cut.spec if x.ndim else PartitionSpec()
+      specs = (*map(at, traced), *map(at, arrays))
       inside: Any = functools.partial(call, whole)
       inside = jax.shard_map(inside, mesh=cut.mesh, in_specs=specs, out_specs=cut.spec)
       return inside(*traced, *arrays)
@@ -112,7 +113,8 @@ class Groups:
     if is_adjacent and not self.pad:
       return function(*arrays, axis=self.axis)
     # Masks and kernels know adjacent axes and whole groups alone.
-    out = function(*(self._rows(x, jnp.pad) for x in arrays), axis=-1)[..., : self.length]
+    rows = (self._rows(x, jnp.pad) if x.ndim else x for x in arrays)
+    out = function(*rows, axis=-1)[..., : self.length]
     back = sorted(range(len(self.order)), key=self.order.__getitem__)
     return out.reshape([self.shape[a] for a in self.order]).transpose(back)
 

@@ -20,7 +20,7 @@ import pkgutil
 
 from nm_sparsity_jax.core.schedules import Curve
 from nm_sparsity_jax.recipes.base import Recipe
-from nm_sparsity_jax.recipes.baselines import Dense, SrSte, SrSteDecoupled
+from nm_sparsity_jax.recipes.baselines import Dense, SrSte
 from nm_sparsity_jax.recipes.custom import Custom
 from nm_sparsity_jax.recipes.progressive import (
   MdgfExponential,
@@ -29,18 +29,19 @@ from nm_sparsity_jax.recipes.progressive import (
   SdgfStepwise,
 )
 from nm_sparsity_jax.recipes.registry import RECIPES, recipe, register
+from nm_sparsity_jax.recipes.soft import SSte
 from nm_sparsity_jax.recipes.stateful import Hold, Idp, OneShot, Snip
 
 __all__ = [
     "RECIPES", "Curve", "Custom", "Dense", "Hold", "Idp", "MdgfExponential", "MdgfLinear",
-    "OneShot", "Recipe", "SdgfGeometric", "SdgfStepwise", "Snip", "SrSte", "SrSteDecoupled",
+    "OneShot", "Recipe", "SSte", "SdgfGeometric", "SdgfStepwise", "Snip", "SrSte",
     "recipe", "register",
 ]  # fmt: skip
 
 # In the order in which messages list them.
 for _cls in (
-    Dense, OneShot, SrSte, SrSteDecoupled, MdgfLinear, MdgfExponential, SdgfStepwise,
-    SdgfGeometric, Custom, Snip, Idp, Hold,
+    Dense, OneShot, SrSte, SSte, MdgfLinear, MdgfExponential, SdgfStepwise, SdgfGeometric, Custom,
+    Snip, Idp, Hold,
 ):  # fmt: skip
   register(_cls)
 # A recipe in a module of its own needs no other line here: its class says `@register`.

@@ -50,18 +50,21 @@ class Recipe:
 
   Attributes:
     name: the name that `recipe` knows it by.
-    stateful: whether it keeps a mask; see `stored.init_state`.
+    stateful: whether it keeps a mask or a scale; see `stored.init_state`.
+    keeps: which of its state `effective` acts by: 'mask', bool, shape of `w`; or 'scale', a float32
+      scalar.
     needs_gradients: whether `next_state` must be given the gradient of each update.
     default_gradient: the gradient mode where `gradient` is None.
     pattern: the target pattern, None for dense.
     phases: the steps of the sparse run, None for dense.
     gradient: 'masked', 'straight_through', or None for `default_gradient`; a field of some recipes.
     lam: weight of the SR-STE term, 0 where there is none; a field of some recipes.
-    decoupled: whether that term acts beside the optimizer's update, not in the gradient.
+    decoupled: whether that term acts beside the optimizer's update; a field of `SrSte`.
   """
 
   name: ClassVar[str]
   stateful: ClassVar[bool] = False
+  keeps: ClassVar[str] = "mask"
   needs_gradients: ClassVar[bool] = False
   default_gradient: ClassVar[str] = "masked"
   pattern: NM
@@ -145,9 +148,9 @@ class Recipe:
     """Returns the mask that holds at `step`, bool, shape of `w`; all True in the dense phase."""
     if self.stateful and mask is None:
       raise ValueError(
-        f"{self.name} keeps its mask as state, but no mask was given: carry state = "
-        "nms.init_state(params, rules), refresh it by nms.update_state after each optimizer "
-        "update, and pass it (state=..., or mask=... for one weight)."
+        f"{self.name} keeps its {self.keeps} as state, but no {self.keeps} was given: carry "
+        "state = nms.init_state(params, rules), refresh it by nms.update_state after each "
+        "optimizer update, and pass it (state=..., or mask=... for one weight)."
       )
     return _jit_if_traced(_mask, self, axis, step, w, mask)
 
@@ -164,7 +167,7 @@ class Recipe:
       w: the stored parameter, float array [..., K, ...], in its stored dtype.
       step: updates applied so far, int32 scalar, usually traced.
       axis: the contraction axis (length K), or adjacent axes that count as one.
-      mask: the stored mask of a stateful recipe, bool, shape of `w`.
+      mask: what a stateful recipe acts by, its `keeps`.
 
     Returns:
       Shape and dtype of `w`; differentiable with respect to it.
@@ -284,7 +287,7 @@ class Recipe:
     return self.renewals_due(last)
 
   def first_state(self, groups: Groups, w: jax.Array) -> dict[str, jax.Array]:
-    """Returns what `init_state` stores for one weight: at least "mask", bool, shape of `w`."""
+    """Returns what `init_state` stores for one weight: `keeps` at least."""
     return {"mask": jnp.ones_like(w, bool)}
 
   def next_state(

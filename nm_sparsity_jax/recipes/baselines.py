@@ -55,29 +55,14 @@ class SrSte(Recipe):
 
   The gradient is straight-through; the second term is added once per optimizer step, to the
   gradient of the mean loss per target token. It acts from the end of the dense phase to the end of
-  the run. Adam divides it by the root of v, as any gradient: see `SrSteDecoupled`.
+  the run.
 
-  Reference: Zhou et al., "Learning N:M fine-grained structured sparse neural networks from
-  scratch", ICLR 2021, arXiv:2102.04010.
+  Adam divides that term by the root of v, as any gradient, so lam means something else for every
+  weight. A decoupled term acts beside the update u of the optimizer, as AdamW decays weights:
 
-  Attributes:
-    pattern: what to keep.
-    phases: hard masks from step `phases.dense` on.
-    lam: the weight lambda of the term that decays pruned weights.
-  """
+      dL/dW = g,   W = W + u(g) - eta(t) * lam * (1 - Phi) * W.
 
-  name: ClassVar[str] = "sr_ste"
-  default_gradient: ClassVar[str] = "straight_through"
-  lam: float = 2e-4
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class SrSteDecoupled(Recipe):
-  """SR-STE whose term acts beside the update u of the optimizer, as AdamW decays weights.
-
-      W~ = W * Phi(W),   dL/dW = g,   W = W + u(g) - eta(t) * lam * (1 - Phi) * W.
-
-      recipe = nms.recipe("sr_ste_decoupled", pattern="1:8", phases=phases)
+      recipe = nms.recipe("sr_ste", pattern="1:8", phases=phases, decoupled=True)
       tx = nms.sparse(optax.adam(rate), nms.Rules({"ff": recipe}), learning_rate=rate)
 
   `eta` is the `learning_rate` of `nms.sparse`: that of the optimizer, or a schedule of its own.
@@ -88,17 +73,25 @@ class SrSteDecoupled(Recipe):
   do (flip rate: Hu et al., "Accelerating transformer pre-training with 2:4 sparsity", ICML 2024,
   arXiv:2404.01847, who keep the term in the gradient).
 
-  Reference: as `SrSte`; Loshchilov and Hutter, "Decoupled weight decay regularization", ICLR 2019,
-  arXiv:1711.05101.
+  References: Zhou et al., "Learning N:M fine-grained structured sparse neural networks from
+  scratch", ICLR 2021, arXiv:2102.04010; Loshchilov and Hutter, "Decoupled weight decay
+  regularization", ICLR 2019, arXiv:1711.05101.
 
   Attributes:
     pattern: what to keep.
     phases: hard masks from step `phases.dense` on.
-    lam: the weight lambda of the decay. At a rate of 1e-3, 1 makes a pruned weight e times smaller
-      in 1,000 steps.
+    lam: the weight lambda of the term that decays pruned weights; None = 2e-4, or 1 where it is
+      decoupled. At a rate of 1e-3, a decoupled 1 makes a pruned weight e times smaller in 1,000
+      steps.
+    decoupled: whether the term acts beside the update, not in the gradient.
   """
 
-  name: ClassVar[str] = "sr_ste_decoupled"
+  name: ClassVar[str] = "sr_ste"
   default_gradient: ClassVar[str] = "straight_through"
-  decoupled: ClassVar[bool] = True
-  lam: float = 1.0
+  lam: float | None = None  # pyright: ignore[reportIncompatibleVariableOverride]
+  decoupled: bool = False
+
+  def __post_init__(self):
+    if self.lam is None:
+      object.__setattr__(self, "lam", 1.0 if self.decoupled else 2e-4)
+    super().__post_init__()

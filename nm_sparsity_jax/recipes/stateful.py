@@ -16,7 +16,7 @@ from nm_sparsity_jax.recipes.levels import leveled_mask, value_at, when
 
 
 class TakenOnce(Recipe):
-  """A recipe that takes its mask once, at `sparse_from`."""
+  """A recipe that takes once, at `sparse_from`, what it keeps."""
 
   stateful: ClassVar[bool] = True
 

@@ -140,7 +140,7 @@ def finalize(
       )
   made = os.path.join(out, f"checkpoint_{stored.step or 0}")
   refuse_existing(made)
-  arrays = {"state/step": np.asarray(np.int32(0))}  # T5X wants one
+  arrays: dict[str, Any] = {"state/step": np.asarray(np.int32(0))}  # T5X wants one
   if stored.sparse_step is not None:  # as its sparse model wants to know where the run began
     arrays["flax_mutables/nm_sparsity/start"] = np.asarray(np.int32(stored.start or 0))
   # All but the optimizer.
@@ -158,6 +158,8 @@ def finalize(
       before = np.abs(params.pop(path).astype(np.float64))
       with np.errstate(all="ignore"):  # inf and NaN: the proof names them
         removed[path] = float(before[kept == 0].sum() / (before.sum() or 1))
+      if assignment.sites[path].recipe.keeps == "scale":  # else the sparse model scales once more
+        arrays[f"flax_mutables/nm_sparsity/scale/{path}"] = np.ones((), np.float32)
   # The rules of a run lie in flax_mutables already.
   noted = rules_text.describe(rules) if stored.sparse_step is None else None
   checkpoint.write(made, arrays, checkpoint.network_settings(stored.path), noted)

@@ -46,8 +46,8 @@ class Run:
     best_metric: by which a checkpoint is best: a metric of the tasks, its mean over tasks, better
       in the direction that the workload says; None = the validation loss, smaller is better. Only
       checkpoints of the target pattern count.
-    learning_rate: step -> its value, to be reported; it also scales the decay of
-      `sr_ste_decoupled`.
+    learning_rate: step -> its value, to be reported; it also scales a decoupled term of
+      SR-STE.
     tracker: gets the curves too, as (room, step, name -> value); None = nobody.
   """
 

@@ -67,7 +67,8 @@ def finalize(
 
       params = nms.finalize(params, rules, step)
 
-  Survivors keep their bits. The parameters of an optimizer of `nms.sparse` need no such call.
+  Survivors keep their bits, but for s_ste, which scales them. The parameters of an optimizer of
+  `nms.sparse` need no such call.
 
   Args:
     params: the trained parameters.

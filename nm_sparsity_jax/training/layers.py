@@ -8,6 +8,7 @@ of its kernel and knows its own contraction axis. Where a recipe owns the kernel
     nm_sparsity/<path>/step           int32 scalar, updates applied so far; scans broadcast it
     nm_sparsity/<path>/state          int32[3], of a stateful recipe: the step, recipe and renewals
                                       of its mask, by which one that is out of date is found out
+    nm_sparsity/<path>/scale          float32 scalar, in place of a mask where the recipe is s_ste
     nm_sparsity_state/<path>/kernel   bool mask (True = kept) of a stateful recipe; nested and
                                       scanned as params
 
@@ -184,21 +185,25 @@ def with_step(
   step = as_step(step)
   if rules is not None:
     _check_layers(variables, rules)
-  stamps = [dict(flatten(state[key])) for key in ("made", "renewed")] if state else []
+  # Stamps and scale of all layers of a scan are one, as the stack is one parameter.
+  by_kernel = lambda key: dict(flatten((state or {}).get(key, {})))
+  made, renewed, scales = map(by_kernel, ("made", "renewed", "scale"))
 
   def fill(path, leaf):
     layer, _, name = path.rpartition("/")
-    value = step
-    if name == "state" and state:
-      # The stamps of all layers of a scan are one, as the stack is one parameter.
-      kernel = f"{layer}/kernel".lstrip("/")
-      value = jnp.stack([state["step"], *(stamp.get(kernel, NO_STEP) for stamp in stamps)])
-    elif name == "state":
+    kernel = f"{layer}/kernel".lstrip("/")
+    if name == "step":
+      value = step
+    elif not state:
       value = NO_STEP if isinstance(leaf, jax.ShapeDtypeStruct) else leaf
+    elif name == "scale":
+      value = scales.get(kernel, NO_STEP)
+    else:
+      value = jnp.stack([state["step"], *(stamp.get(kernel, NO_STEP) for stamp in (made, renewed))])
     return jnp.broadcast_to(value, leaf.shape)
 
   new = {COLLECTION: map_with_names(fill, variables[COLLECTION])}
-  if state:
+  if state and "mask" in state:
     new[STATE_COLLECTION] = state["mask"]
   return flax.core.copy(variables, new)  # type: ignore
 
@@ -258,8 +263,9 @@ def effective_kernel(layer: Any, w: jax.Array, axis: masks.Axis) -> jax.Array:
   if not site.recipe.stateful:
     return site.effective(w, step)
   last, made, renewed = layer.get_variable(COLLECTION, "state", [NO_STEP] * 3)
-  mask = layer.get_variable(STATE_COLLECTION, "kernel")
-  return site.effective(w, check_step(site, step, last, made, renewed), mask)
+  home = (COLLECTION, "scale") if site.recipe.keeps == "scale" else (STATE_COLLECTION, "kernel")
+  at = check_step(site, step, last, made, renewed)
+  return site.effective(w, at, layer.get_variable(*home))
 
 
 def packed_kernel(layer: nn.Module) -> NMPacked | None:
@@ -278,12 +284,14 @@ def packed_kernel(layer: nn.Module) -> NMPacked | None:
 
 
 def _create_variables(layer: nn.Module, site: Site, w: jax.Array) -> None:
-  """Creates the step and stamps as NO_STEP, and the mask as `stored.init_state` starts it."""
-  is_stateful = site.recipe.stateful
+  """Creates step, stamps and scale as NO_STEP, and the mask as `stored.init_state` starts it."""
+  is_stateful, has_scale = site.recipe.stateful, site.recipe.keeps == "scale"
   if layer.is_mutable_collection(COLLECTION):
     layer.variable(COLLECTION, "step", lambda: NO_STEP)
     if is_stateful:
       layer.variable(COLLECTION, "state", lambda: jnp.full(3, NO_STEP))
-  if is_stateful and layer.is_mutable_collection(STATE_COLLECTION):
+    if has_scale:
+      layer.variable(COLLECTION, "scale", lambda: jnp.float32(NO_STEP))
+  if is_stateful and not has_scale and layer.is_mutable_collection(STATE_COLLECTION):
     first = lambda: site.recipe.first_state(site.groups, w)["mask"]
     layer.variable(STATE_COLLECTION, "kernel", first)

@@ -46,9 +46,10 @@ def init_state(params: Any, rules: Rules) -> State:
       score    sums of |g * W|, float32, where a recipe is snip
       seen     how many gradients are in them, int32 scalars, likewise
       over     how many non-zeros too many the first weights had, where a recipe is hold
+      scale    float32 scalars, in place of masks where a recipe is s_ste
 
     Masks are all True until their step comes; hold, and one_shot with `dense = 0`, take it here,
-    from `params`.
+    from `params`. So does s_ste, which takes its scale again at dense.
   """
   arrays, new = dict(flatten(params)), {}
   for path, site in rules.assign(params).sites.items():
@@ -79,6 +80,7 @@ def update_state(
       one_shot  at dense: the magnitude mask of `params`, kept for good
       snip      at dense + 1, ...: adds |g * W| of the step just taken; with `batches` of them
                 in, the mask, kept for good
+      s_ste     at dense: the scale of least squares of `params`, kept for good
       idp       at the start of a level: the mask of the level before, of `params`, becomes the
                 parent that later masks choose from
 
@@ -122,7 +124,7 @@ def update_state(
 def current(
   site: Site, step: jax.Array | int, state: State | None
 ) -> tuple[jax.Array | int, jax.Array | None]:
-  """Returns the step to act at, and the stored mask of a site; None where its recipe keeps none.
+  """Returns the step to act at, and what the recipe of a site acts by; None where it keeps nothing.
 
   See `check_step` for what is refused.
 
@@ -138,7 +140,7 @@ def current(
     raise ValueError(f"{site.recipe.name} {site.pattern} at {site.path!r}: {problem}.")
   last = state["step"]  # type: ignore[index]  # else `kept` has raised
   at = check_step(site, step, last, found["made"], found["renewed"])
-  return at, found["mask"]
+  return at, found[site.recipe.keeps]
 
 
 def kept(site: Site, state: State | None) -> dict[str, jax.Array]:
@@ -151,11 +153,11 @@ def kept(site: Site, state: State | None) -> dict[str, jax.Array]:
       tree = tree.get(word) if isinstance(tree, Mapping) else None
     if tree is not None:
       found[key] = tree
-  if not {"mask", "made", "renewed"} <= found.keys():
+  if not {site.recipe.keeps, "made", "renewed"} <= found.keys():
     raise ValueError(
-      f"{site.recipe.name} at {site.path!r} keeps its mask as state, and the state has none for "
-      "it: carry state = nms.init_state(params, rules), refresh it by nms.update_state, and pass "
-      "it, as in nms.sparsify(params, rules, step, state)."
+      f"{site.recipe.name} at {site.path!r} keeps its {site.recipe.keeps} as state, and the state "
+      "has none for it: carry state = nms.init_state(params, rules), refresh it by "
+      "nms.update_state, and pass it, as in nms.sparsify(params, rules, step, state)."
     )
   return found
 
@@ -180,7 +182,7 @@ def check_step(site: Site, step: jax.Array | int, last: Any, made: Any, renewed:
   if not isinstance(wrong, jax.core.Tracer) and wrong.any():
     why = f"out of date: it is of step {last}, renewed {renewed} times instead of {due}"
     raise ValueError(
-      f"{site.path!r}: at step {step} the stored mask of {site.recipe.name} is "
+      f"{site.path!r}: at step {step} the stored {site.recipe.keeps} of {site.recipe.name} is "
       f"{'of other rules, or none was given' if other_rules.any() else why}. Make it by "
       "nms.init_state(params, rules), and call nms.update_state(state, params, rules, step, "
       "grads=grads) after each update, from the first one on; snip needs each gradient."

@@ -79,7 +79,7 @@ def sparse(
       W~  = W * (mask + D(t + 1) * (1 - mask)),   the new `params`
 
   where pull_back(g) is g * (mask + D(t) * (1 - mask)), or g itself, by the recipe's gradient mode.
-  Of `sr_ste_decoupled` the term is in the second line: W also loses eta(t) * lam * (1 - mask) * W.
+  A `decoupled` term is in the second line instead: W also loses eta(t) * lam * (1 - mask) * W.
 
   Transformations that move parameters go inside: clipping, schedules, `optax.flatten`, and
   `mechanize`, `sam` and `schedule_free` of `optax.contrib`. They then move W. `sam` takes two
@@ -103,7 +103,7 @@ def sparse(
     tx: any optax optimizer.
     rules: what becomes sparse, and how.
     learning_rate: eta, a number or a schedule (update t -> number): that of `tx`, or another.
-      `sr_ste_decoupled` alone needs it.
+      Only a `decoupled` term needs it.
 
   Returns:
     A transformation whose state is a `SparseState`. Its `update` needs the parameters.
@@ -282,7 +282,7 @@ def sr_ste(
 
       optax.MultiSteps(optax.chain(nms.sr_ste(rules), optax.adamw(1e-3)), every_k_schedule=4)
 
-  The term of `sr_ste_decoupled` is no gradient. A second link takes it off, times the learning
+  A `decoupled` term is no gradient. A second link takes it off, times the learning
   rate. It is the last one:
 
       optax.chain(nms.sr_ste(rules), optax.adamw(rate), nms.sr_ste(rules, learning_rate=rate))
@@ -424,7 +424,7 @@ def _checked_step(state: SparseState, rules: Rules, sites: Mapping[str, Site]) -
 def _rate(learning_rate: optax.ScalarOrSchedule | None, count: jax.Array) -> jax.Array:
   if learning_rate is None:
     raise ValueError(
-      "sr_ste_decoupled decays pruned weights by lam times a learning rate: pass it, as in "
+      "sr_ste(decoupled=True) decays pruned weights by lam times a learning rate: pass it, as in "
       "nms.sparse(optax.adamw(rate), rules, learning_rate=rate)."
     )
   with _relaxed():
