@@ -48,8 +48,9 @@ def test_the_package_alone_imports_no_jax():
 def test_the_core_looks_for_nothing_heavy():
   """Every module and every name; heavy packages are not even tried, installed or not."""
   code = "import nm_sparsity_jax as nms; [getattr(nms, name) for name in nms.__all__]"
-  roots, _, looked_for = after(code)
+  roots, loaded, looked_for = after(code)
   assert "jax" in roots and "optax" in roots
+  assert "jax.experimental.pallas" not in loaded  # which programs of a TPU alone need
   assert not roots & set(HEAVY)
   assert not looked_for
 

@@ -36,6 +36,13 @@ _log = logging.getLogger(__name__)
 _NONE = optax.MaskedNode()
 # States of optimizers that skip updates.
 SKIPPING = optax.MultiStepsState, optax.ApplyIfFiniteState
+# States of optimizers that move parameters away from what another one makes of them.
+MOVING = (
+  optax.LookaheadState,
+  optax.contrib.MechanicState,
+  optax.contrib.SAMState,
+  optax.contrib.ScheduleFreeState,
+)
 
 
 class SparseState(NamedTuple):
@@ -88,8 +95,8 @@ def sparse(
   `optax.MultiSteps` and `optax.apply_if_finite` go around `sparse`. They skip an update or pass it
   on whole, and a skipped update does not count. `optax.masked` and `optax.multi_transform` may go
   inside or around. Nothing else goes around: a later link of a chain, for example, changes the
-  updates, and the parameters are then not W~. `sparse` cannot see that, but `nms.verify` says
-  "NOT n:m".
+  updates, and the parameters are then not W~. `sparse` cannot see that, but `nms.step_count` and
+  `nms.dense_params` refuse the states of optax' wrappers, and `nms.verify` says "NOT n:m".
 
   One `tx` is for one mesh of devices, since `init` notes how parameters are sharded.
 
@@ -246,8 +253,18 @@ def dense_params(params: Any, opt_state: Any) -> Any:
 
 
 def states(opt_state: Any, *kinds: type) -> list[Any]:
-  """Returns the states of these types in an optimizer state, outer ones alone, in order."""
+  """Returns the states of these types in an optimizer state, outer ones alone, in order.
+
+  Refuses what must not stand around `nms.sparse`: it cannot look outside itself.
+  """
   is_one = lambda x: isinstance(x, kinds)
+  if SparseState in kinds:
+    for around in states(opt_state, *MOVING):
+      if states(tuple(around), SparseState):
+        raise ValueError(
+          f"a {type(around).__name__} is around the state of nms.sparse, and its wrapper moves the "
+          "parameters away from W~: put the wrapper inside, as in nms.sparse(wrapper(tx), rules)."
+        )
   return [x for x in jax.tree.leaves(opt_state, is_leaf=is_one) if is_one(x)]
 
 

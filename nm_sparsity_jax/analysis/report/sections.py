@@ -139,13 +139,13 @@ def _overview(runs: Sequence[Run], checkpoint: table.Checkpoint) -> Iterator[Par
     except (ValueError, TypeError, ZeroDivisionError):  # the section of costs says why
       flops = "-"
     rows.append([
-      run.name, run.rules.text if run.rules else run.no_rules, f"{done:,}", f"{inherited:,}",
-      f"{scores[run]:.4g}" if run in scores else "-", kept,
-      weights or ("-" if run.sparse is None else "all"), *values, flops,
+      run.name, f"{scores[run]:.4g}" if run in scores else "-", kept,
+      weights or ("-" if run.sparse is None else "all"), flops, f"{done:,}", f"{inherited:,}",
+      *values, run.rules.text if run.rules else run.no_rules,
     ])  # fmt: skip
   head = [
-    "run", "rules", "steps", "inherited", "score", "kept", "weights", "last loss", "density now",
-    "training FLOPs (of dense)",
+    "run", "score", "kept", "weights", "training FLOPs (of dense)", "steps", "inherited",
+    "last loss", "density now", "rules",
   ]  # fmt: skip
   columns = list(zip(head, *rows, strict=True))
   # A column that tells no run from another is a sentence, and one that tells nothing is left out.

@@ -18,7 +18,7 @@ from jax import lax
 from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
 
-from nm_sparsity_jax.core.masks import selection, tpu
+from nm_sparsity_jax.core.masks import selection
 from nm_sparsity_jax.core.masks.keys import ABSENT, magnitude_keys
 from nm_sparsity_jax.core.masks.selection import KeepSpec
 
@@ -107,10 +107,11 @@ def _batched(args, dims, *, kept, axes):
 batching.primitive_batchers[_mask] = _batched
 
 _lower_groupwise = mlir.lower_fun(groupwise, multiple_results=False)
-_lower_kernel = mlir.lower_fun(tpu.mask, multiple_results=False)
 
 
 def _lower_on_tpu(ctx, *args, kept, axes):
+  from nm_sparsity_jax.core.masks import tpu  # Pallas is half of what the core would import
+
   serves = tpu.serves(ctx.avals_in[0], kept, axes)
   whole = _is_whole(ctx.module_context.axis_context)
   if serves and not whole:
@@ -121,7 +122,8 @@ def _lower_on_tpu(ctx, *args, kept, axes):
       "jax.tree.map(lambda x: x.sharding, params)). (A sharding that cuts a group stays as it is.)",
       stacklevel=1,
     )
-  lower = _lower_kernel if serves and whole else _lower_groupwise
+  kernel = mlir.lower_fun(tpu.mask, multiple_results=False)
+  lower = kernel if serves and whole else _lower_groupwise
   return lower(ctx, *args, kept=kept, axes=axes)
 
 
