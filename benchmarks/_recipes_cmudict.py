@@ -196,14 +196,17 @@ class Cmudict(Task):
     return {"phoneme_error_rate": error_rate(np.asarray(found), np.asarray(y))}
 
 
-def _narrow(width: int, heads: int) -> Cmudict:
-  return Cmudict(
+# The wide network, and dense ones with its inference FLOPs at 1:8 and at 1:16, within 1 %.
+WORDS = {
+  name: Cmudict(
     config=dataclasses.replace(
       _T5, emb_dim=width, num_heads=heads, head_dim=width // heads, mlp_dim=4 * width
     )
   )
-
-
-# Dense networks with the inference FLOPs of the wide one at 1:8 and at 1:16, within 1 %.
-WORDS = {"cmudict": Cmudict(), "cmudict_1_8": _narrow(48, 3), "cmudict_1_16": _narrow(36, 2)}
+  for name, width, heads in (
+    ("cmudict", 128, 4),
+    ("cmudict_1_8", 48, 3),
+    ("cmudict_1_16", 36, 2),
+  )
+}
 WORDS |= {f"{name}_tuning": dataclasses.replace(task, part=1) for name, task in WORDS.items()}

@@ -187,8 +187,8 @@ def tuning(study: Study) -> list[str]:
 
 def largest(verdict: Verdict) -> str:
   """Returns the largest contrast of those that decided."""
-  wanted = "holds" if verdict.word == "supported" else "fails"
-  if verdict.word not in ("supported", "contradicted"):
+  wanted = {"supported": "holds", "contradicted": "fails"}.get(verdict.word)
+  if not wanted:
     return ""
   found = [shown for shown in verdict.shown if shown.says == wanted]
   measure = found[0].contrast.measure  # points and logarithms do not compare

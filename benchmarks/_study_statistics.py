@@ -172,13 +172,12 @@ def verdict(hypothesis: Hypothesis, study: Study) -> Verdict:
 
 def decided(needs: str, shown: Sequence[Shown]) -> tuple[str, str]:
   """Returns the word of a whole family, and how many contrasts, or rows, made it."""
-  words = [each.says for each in shown]
-  if needs == "any row":
-    rows: dict[Cell, set[str]] = {}
-    for each in shown:
-      rows.setdefault(each.contrast.pair.row, set()).add(each.says)
-    # A row is as good as the worst that it shows.
-    words = [min(said, key=("fails", "open", "holds").index) for said in rows.values()]
+  asked = {}
+  for each in shown:
+    one = each.contrast.pair.row if needs == "any row" else each.contrast
+    asked.setdefault(one, set()).add(each.says)
+  # A row is as good as the worst that it shows.
+  words = [min(said, key=("fails", "open", "holds").index) for said in asked.values()]
   holds, fails, n = words.count("holds"), words.count("fails"), len(words)
   why = f"{holds} of {n} hold, {fails} fail, {n - holds - fails} are open"
   supported = holds == n if needs == "all" else holds > 0
