@@ -36,9 +36,8 @@ def rules_of(places, row, pattern: str, steps: int) -> nms.Rules:
     total=steps, dense=steps * row.dense // 100, finetune=steps * row.finetune // 100
   )
   recipe = nms.recipe(
-    row.recipe, pattern=pattern, phases=phases, gradient=row.gradient, lam=row.lam,
-    decoupled=row.decoupled,
-  )  # fmt: skip
+    row.recipe, pattern=pattern, phases=phases, gradient=row.gradient, lam=row.lam
+  )
   return nms.Rules(dict.fromkeys(places, recipe))
 
 
@@ -85,7 +84,7 @@ def experiment(task, row, pattern: str, steps: int, rate=None) -> Experiment:
   network = task.network(row.ff)
   schedule = (rate or (held if row.constant else falling))(steps, row.rate or task.rate)
   # What acts beside the optimizer is scaled by the rate.
-  beside = {"learning_rate": schedule} if row.decoupled else {}
+  beside = {"learning_rate": schedule} if row.recipe == "sr_ste_decoupled" else {}
   tx = nms.sparse(task.optimizer(schedule), rules, **beside)
 
   def loss_of(params, inputs, targets):

@@ -114,7 +114,8 @@ def prepare() -> None:
   sentencepiece.SentencePieceTrainer.train(
     sentence_iterator=(text for pair in pairs["train"] for text in pair),
     model_prefix=str(VOCABULARY.with_suffix("")), vocab_size=4096, model_type="bpe", num_threads=1,
-    character_coverage=1.0, pad_id=0, eos_id=1, unk_id=2, bos_id=-1,
+    character_coverage=1.0, pad_id=0, eos_id=1, unk_id=2, bos_id=-1, minloglevel=2,
+    normalization_rule_name="identity",
   )  # fmt: skip
 
 
