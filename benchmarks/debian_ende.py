@@ -10,8 +10,6 @@ of TU Chemnitz (GPL-2+) has an entry a line. Whole pages are held out, since sen
 are alike, and whole entries. What training has word for word is in no other split.
 """
 
-# pyright: reportMissingImports=false, reportMissingModuleSource=false
-
 from __future__ import annotations
 
 import hashlib
