@@ -159,7 +159,7 @@ class Task:
     del answers
 
   def further(self, network, params, data) -> dict[str, float]:
-    """Returns what else a record says of finalized weights."""
+    """Returns what else a record says of trained weights."""
     del network, params, data
     return {}
 

@@ -2,8 +2,8 @@
 
     Row, pattern, steps -> rules -> one compiled train step -> (seed as data) -> a record
 
-The library is used as any user would: rules around an unchanged network, `sr_ste` in the optimizer
-chain, `update_state` after each update, `finalize` and `verify` at the end.
+The library is used as any user would: an unchanged network, an optimizer in `nms.sparse`, and
+`verify` at the end.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from _recipes_cmudict import Cmudict
+from _recipes_cmudict import WORDS
 from _recipes_tasks import TASKS as SMALL
 
 import nm_sparsity_jax as nms
 
-TASKS = SMALL | {"cmudict": Cmudict()}
+TASKS = SMALL | WORDS
 SAMPLES = 20
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "numpy")
 
@@ -82,8 +82,10 @@ def experiment(task, row, pattern: str, steps: int, rate=None) -> Experiment:
   """Returns the functions of one row: the seed comes in as a key and as data."""
   rules = rules_of(task.places, row, pattern, steps)
   network = task.network(row.ff)
-  rate = rate or (held if row.constant else falling)
-  tx = optax.chain(nms.sr_ste(rules), task.optimizer(rate(steps, row.rate or task.rate)))
+  schedule = (rate or (held if row.constant else falling))(steps, row.rate or task.rate)
+  # What acts beside the optimizer is scaled by the rate.
+  beside = {"learning_rate": schedule} if row.recipe == "sr_ste_decoupled" else {}
+  tx = nms.sparse(task.optimizer(schedule), rules, **beside)
 
   def loss_of(params, inputs, targets):
     logits = task.predictions(network.apply({"params": params}, inputs))
@@ -96,23 +98,15 @@ def experiment(task, row, pattern: str, steps: int, rate=None) -> Experiment:
     if params is None:
       inputs, _ = task.batch(data, 0)
       params = network.init(key, inputs)["params"]
-    return params, tx.init(params), nms.init_state(params, rules)
+    return params, tx.init(params)
 
   @functools.partial(jax.jit, donate_argnums=0)
   def train_step(carry, data):
-    params, opt_state, state = carry
-    step = nms.step_count(opt_state)
-    inputs, targets = task.batch(data, step)
-
-    def loss_fn(params):
-      return loss_of(nms.sparsify(params, rules, step, state), inputs, targets)
-
-    (loss, _), grads = jax.value_and_grad(loss_fn, has_aux=True)(params)
-    updates, opt_state = tx.update(grads, opt_state, params, nm_state=state)
-    new = optax.apply_updates(params, updates)
-    count = nms.step_count(opt_state)
-    state = nms.update_state(state, new, rules, count, grads=grads, grads_at=params)
-    return (new, opt_state, state), loss
+    params, opt_state = carry
+    batch = task.batch(data, nms.step_count(opt_state))
+    (loss, _), grads = jax.value_and_grad(loss_of, has_aux=True)(params, *batch)
+    updates, opt_state = tx.update(grads, opt_state, params)
+    return (optax.apply_updates(params, updates), opt_state), loss
 
   @jax.jit
   def score(params, data):
@@ -169,8 +163,7 @@ def train(
     carry, loss = run.train_step(carry, task.fed(data, step))
     if step % every == 0:
       curve.append({"step": step, "loss": loss} | seen)
-  params, _, state = carry
-  final = nms.finalize(params, run.rules, steps, state)
+  final, _ = carry
   loss, accuracy = run.score(final, data)
   return {
     "steps": steps,
@@ -189,7 +182,7 @@ def train(
 
 
 def density(final, row, pattern: str, rules: nms.Rules) -> float:
-  """Returns the share of weights that finalized places keep, after a proof of their pattern."""
+  """Returns the share of weights that sparse places keep, after a proof of their pattern."""
   if not row.sparse:
     return 1.0
   proof = nms.verify(final, rules)

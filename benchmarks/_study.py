@@ -13,7 +13,7 @@ import itertools
 import pathlib
 import statistics
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from _recipes_file import Row, Run
@@ -88,9 +88,9 @@ class Study(NamedTuple):
     declared: the file itself.
     sha256: of the file; each record has it.
     rows: name -> how it trains; those of tuning are among them, tuned ones are not.
-    tried: recipe -> the names of its rows of tuning.
+    tried: tuned row -> its cells of tuning -> how each trains.
     hypotheses: by name.
-    seeds: cell of the tests -> its seeds, in the order of the queue.
+    seeds: cell -> its seeds, in the order of the queue.
     queue: every run, the most wanted first.
     records: what runs found, as far as they are there.
   """
@@ -98,20 +98,15 @@ class Study(NamedTuple):
   declared: dict[str, Any]
   sha256: str
   rows: dict[str, Row]
-  tried: dict[str, tuple[str, ...]]
+  tried: dict[str, dict[Cell, Row]]
   hypotheses: dict[str, Hypothesis]
   seeds: dict[Cell, tuple[int, ...]]
   queue: tuple[Run, ...]
   records: Mapping[Run, Mapping[str, Any]] = {}
 
   def runs(self, cell: Cell) -> list[Run]:
-    """Returns the runs of a cell of the tests."""
+    """Returns the runs of a cell."""
     return cell.runs(self.seeds[cell])
-
-  def tuning_cell(self, name: str) -> Cell:
-    """Returns the cell of a row of tuning."""
-    tuning = self.declared["tuning"]
-    return Cell(tuning["task"], tuning["pattern"], tuning["budget"], name)
 
 
 def _cell(entry: Mapping[str, Any], name: str, sparse: bool, over: str = "") -> Cell:
@@ -121,9 +116,8 @@ def _cell(entry: Mapping[str, Any], name: str, sparse: bool, over: str = "") -> 
 
 
 def _pair(entry: Mapping[str, Any], rows: Mapping[str, Row]) -> Pair:
-  sparse = lambda name: name not in rows or rows[name].sparse  # a tuned row is
   row, over = entry["row"], entry["over"]
-  return Pair(_cell(entry, row, sparse(row)), _cell(entry, over, sparse(over), "over_"))
+  return Pair(_cell(entry, row, rows[row].sparse), _cell(entry, over, rows[over].sparse, "over_"))
 
 
 def _hypothesis(name: str, entry: Mapping[str, Any], rows: Mapping[str, Row], seeds) -> Hypothesis:
@@ -140,42 +134,32 @@ def _hypothesis(name: str, entry: Mapping[str, Any], rows: Mapping[str, Row], se
   return Hypothesis(name, entry["says"], entry["needs"], tuple(contrasts), tuple(gates), seeds)
 
 
-def _tuning(declared: Mapping[str, Any]) -> dict[str, dict[str, Row]]:
-  """Returns recipe -> name -> row of each setting that is tried."""
+def _tuning(stage: str, entry: Mapping[str, Any]) -> dict[str, dict[Cell, Row]]:
+  """Returns each tuned row of a stage -> the cells of its settings -> how they train."""
   tried = {}
-  for recipe, entry in declared["tuning"]["recipes"].items():
-    found = itertools.product(*entry["grid"].values())
-    settings = [entry["row"] | dict(zip(entry["grid"], values, strict=True)) for values in found]
-    tried[recipe] = {f"{recipe}, tuning {i:02}": Row(**each) for i, each in enumerate(settings)}
+  for recipe, own in entry["recipes"].items():
+    found = tried[f"{recipe}, {stage.replace('tuning', 'tuned')}"] = {}
+    for i, values in enumerate(itertools.product(*own["grid"].values())):
+      row = Row(**own["row"], **dict(zip(own["grid"], values, strict=True)))
+      found[_cell(entry | own, f"{recipe}, {stage} {i:02}", row.sparse)] = row
   return tried
 
 
-def _seeds(declared, hypotheses, rows) -> dict[Cell, tuple[int, ...]]:
-  """Returns the seeds of each cell of the tests: of what first asks for it."""
+def _seeds(declared, hypotheses, tunings, rows) -> dict[Cell, tuple[int, ...]]:
+  """Returns the seeds of each cell: of what first asks for it."""
   seeds, usual = {}, tuple(declared["test_seeds"])
   for stage in declared["queue"]["order"]:
     if stage in hypotheses:
-      for cell in hypotheses[stage].cells:
-        seeds.setdefault(cell, hypotheses[stage].seeds)
+      cells, own = hypotheses[stage].cells, hypotheses[stage].seeds
+    else:
+      cells = itertools.chain(*tunings[stage].values())
+      own = tuple(declared["tunings"][stage]["seeds"])
+    for cell in cells:
+      seeds.setdefault(cell, own)
   for entry in declared["queue"]["described"]:
     for pattern, name in itertools.product(entry["patterns"], entry["rows"]):
       seeds.setdefault(_cell({"pattern": pattern, **entry}, name, rows[name].sparse), usual)
   return seeds
-
-
-def _queue(declared, hypotheses, seeds, tried) -> Iterator[Run]:
-  """Yields every run, with repeats."""
-  tuning = declared["tuning"]
-  for stage in declared["queue"]["order"]:
-    if stage == "tuning":
-      for seed in tuning["seeds"]:
-        for name in itertools.chain(*tried.values()):
-          yield Run(tuning["task"], tuning["pattern"], tuning["budget"], name, seed)
-      continue
-    for cell in hypotheses[stage].cells:
-      yield from cell.runs(seeds[cell])
-  for cell in seeds:
-    yield from cell.runs(seeds[cell])
 
 
 @functools.cache
@@ -184,42 +168,42 @@ def study(path: pathlib.Path = FILE) -> Study:
   text = path.read_bytes()
   declared = tomllib.loads(text.decode())
   rows = {name: Row(**fields) for name, fields in declared["rows"].items()}
-  tried = _tuning(declared)
+  tunings = {stage: _tuning(stage, entry) for stage, entry in declared["tunings"].items()}
+  tried = {name: found for each in tunings.values() for name, found in each.items()}
+  # Whether a tuned row is sparse, each of its settings says.
+  kinds = rows | {name: next(iter(found.values())) for name, found in tried.items()}
   hypotheses = {
-    name: _hypothesis(name, entry, rows, declared["test_seeds"])
+    name: _hypothesis(name, entry, kinds, declared["test_seeds"])
     for name, entry in declared["hypotheses"].items()
   }
-  seeds = _seeds(declared, hypotheses, rows)
-  queue = tuple(dict.fromkeys(_queue(declared, hypotheses, seeds, tried)))
-  for found in tried.values():
-    rows |= found
-  names = {recipe: tuple(found) for recipe, found in tried.items()}
+  seeds = _seeds(declared, hypotheses, tunings, kinds)
+  queue = tuple(run for cell, own in seeds.items() for run in cell.runs(own))
+  rows |= {cell.row: row for found in tried.values() for cell, row in found.items()}
   sha256 = hashlib.sha256(text).hexdigest()
-  return Study(declared, sha256, rows, names, hypotheses, seeds, queue)
+  return Study(declared, sha256, rows, tried, hypotheses, seeds, queue)
 
 
-def tuning_losses(made: Study, name: str) -> list[float]:
-  """Returns the cross-entropies of a row of tuning, by seed."""
-  runs = made.tuning_cell(name).runs(made.declared["tuning"]["seeds"])
-  return [made.records[run]["cross_entropy"] for run in runs]
+def tuning_losses(made: Study, cell: Cell) -> list[float]:
+  """Returns what a cell of tuning is judged by, seed by seed: what its tests measure."""
+  records = [made.records[run] for run in made.runs(cell)]
+  return [record.get("phoneme_error_rate", record["cross_entropy"]) for record in records]
 
 
-def tuned(made: Study, recipe: str, **settings: Any) -> str:
-  """Returns the row of tuning with the least mean ln(cross-entropy), among those with settings."""
-  names = [
-    name
-    for name in made.tried[recipe]
-    if all(getattr(made.rows[name], key) == wanted for key, wanted in settings.items())
+def tuned(made: Study, name: str, **settings: Any) -> Cell:
+  """Returns the cell of tuning with the least mean ln(loss), among those with settings."""
+  cells = [
+    cell
+    for cell, row in made.tried[name].items()
+    if all(getattr(row, key) == wanted for key, wanted in settings.items())
   ]
-  return min(names, key=lambda name: statistics.geometric_mean(tuning_losses(made, name)))
+  return min(cells, key=lambda cell: statistics.geometric_mean(tuning_losses(made, cell)))
 
 
 def row_of(made: Study, name: str) -> Row | None:
   """Returns how a row trains; None for a tuned one whose tuning is not over."""
-  recipe, _, word = name.rpartition(", ")
-  if word != "tuned":
+  if name not in made.tried:
     return made.rows[name]
   try:
-    return made.rows[tuned(made, recipe)]
+    return made.tried[name][tuned(made, name)]
   except KeyError:  # a run of tuning is not there
     return None

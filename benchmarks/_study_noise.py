@@ -27,9 +27,9 @@ def _measure(task, row, rules, batches: int):
   small = dataclasses.replace(task, examples=EXAMPLES)
 
   @jax.jit
-  def measure(params, state, step, data):
-    masks = nms.metrics.masks_of(params, rules, step, state)
-    used = nms.sparsify(params, rules, step, state)
+  def measure(params, opt_state, step, data):
+    dense = nms.dense_params(params, opt_state)
+    masks = nms.metrics.masks_of(dense, rules, step, opt_state.masks)
     fresh = data | {"train": jax.random.fold_in(data["train"], APART)}
 
     def loss_of(weights, number):
@@ -38,7 +38,7 @@ def _measure(task, row, rules, batches: int):
       return optax.softmax_cross_entropy_with_integer_labels(logits, y).mean()
 
     def one(number):
-      loss, grads = jax.value_and_grad(loss_of)(used, number)
+      loss, grads = jax.value_and_grad(loss_of)(params, number)
       flat = dict(flatten(grads))
       return loss, {path: flat[path] * mask for path, mask in masks.items()}
 
@@ -78,7 +78,6 @@ class Onlooker:
 
   def __call__(self, carry, step: int, data) -> dict[str, Any]:
     """Returns noise, the loss of the same batches, and the flips of the mask since last time."""
-    params, _, state = carry
-    found, loss, masks = self._measure(params, state, step, data)
+    found, loss, masks = self._measure(*carry, step, data)
     before, self._masks = self._masks or masks, masks
     return {"noise": found, "noise_loss": loss, "flips": nms.metrics.flip_rate(before, masks).kept}

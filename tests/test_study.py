@@ -3,12 +3,15 @@
 import importlib
 import itertools
 import json
+from types import SimpleNamespace
 from xml.etree import ElementTree
 
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from study_records import ROOT
 
+_study = importlib.import_module("_study")
 noise = importlib.import_module("_study_noise")
 page = importlib.import_module("_study_page")
 recipes = importlib.import_module("recipes")
@@ -37,6 +40,45 @@ def test_noise():
   wanted = spread / (np.square(draws.mean(0)).sum() - spread / 16)
   found = noise.noise({"a": jnp.asarray(draws[:, 0]), "b": jnp.asarray(draws[:, 1:])})
   np.testing.assert_allclose(found, wanted, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+  "says, word",
+  [("holds open open holds", "not decided"), ("holds holds fails open", "supported"),
+   ("fails holds open fails", "contradicted")],
+)  # fmt: skip
+def test_a_row_holds_where_it_holds_over_all_of_its_controls(says, word):
+  of = lambda row: SimpleNamespace(pair=SimpleNamespace(row=row))
+  shown = [
+    statistic.Shown(of(row), {}, 0, 0, 0, said)
+    for row, said in zip("aabb", says.split(), strict=True)
+  ]
+  assert statistic.decided("any row", shown)[0] == word
+
+
+def test_a_hypothesis_that_lacks_a_run_decides_nothing():
+  study = _study.study()
+  h1 = study.hypotheses["H1"]
+  records = recipes.read(ROOT / "benchmarks/results/recipes_study.jsonl")
+  del records[study.runs(h1.cells[0])[0]]
+  found = statistic.verdict(h1, study._replace(records=records))
+  assert found.word == "not run yet" and not found.shown
+
+
+def test_words_are_tuned_alike_first_and_on_seeds_of_their_own():
+  study = _study.study()
+  first = {}
+  for i, run in enumerate(study.queue):
+    first.setdefault(run.row, i)
+  tuned = {row: cells for row, cells in study.tried.items() if row.endswith("tuned on words")}
+  assert len(tuned) == 10
+  for row, cells in tuned.items():
+    assert len(cells) == (12 if all(found.sparse for found in cells.values()) else 3)
+    assert max(first[cell.row] for cell in cells) < first[row]
+  seeds = {True: set(), False: set()}
+  for run in study.queue:
+    seeds[", tuning" in run.row].add(run.seed)
+  assert not seeds[True] & seeds[False]
 
 
 # --- the pages --------------------------------------------------------------------------------

@@ -1,0 +1,64 @@
+"""benchmarks/debian_ende.py: what is a pair, and what is held out. The packages are made up."""
+
+import importlib
+
+import pytest
+from study_records import ROOT
+
+assert ROOT  # puts benchmarks/ where the next line looks
+debian = importlib.import_module("debian_ende")
+
+CASES = """Choose <span class="switchinline"><span hidden="true" id="MACx" class="MAC"><span
+class="emph">Preferences</span></span><span hidden="true" id="defaultx">Tools</span></span>."""
+
+
+def write(path, text):
+  path.parent.mkdir(parents=True, exist_ok=True)
+  path.write_text(text, "utf8")
+
+
+@pytest.fixture
+def packages(tmp_path):
+  """200 pages of two paragraphs, one of them the same on all, and 200 entries of two parts."""
+  home = tmp_path / "usr/share"
+  for i in range(200):
+    for language, word in (("de", "Seite"), ("en-US", "page")):
+      text = f'<h1 id="hd_id1">The {word} is {i}</h1><p id="par_id2">The {word} ends</p>'
+      write(home / f"libreoffice/help/{language}/text/{i}.html", text)
+  lines = (
+    f"das Haus {i} {{n}} | des Hauses {i} :: the house {i} | of house {i}" for i in range(200)
+  )
+  write(home / "trans/de-en", "\n".join(["# License :: GPL Version 2 or later", *lines]))
+  return tmp_path
+
+
+def test_a_text_is_what_a_reader_sees(tmp_path):
+  page = f'<p id="par_id1" class="x">{CASES}</p><p>A footer</p><h2 id="hd_id2">A&amp;B</h2>'
+  assert debian.paragraphs(page) == {"par_id1": "Choose Tools.", "hd_id2": "A&B"}
+  line = "die Zeit {f}; Frist [jur.] | Es ist Zeit {f} . :: the time /TM/ | It is time!"
+  write(tmp_path / "de-en", line)
+  assert [*debian.of_dictionary(tmp_path / "de-en")] == [
+    (line, "the time", "die Zeit"), (line, "It is time!", "Es ist Zeit."),
+  ]  # fmt: skip
+
+
+def test_pages_and_entries_are_held_out_whole(packages):
+  found = debian.split(packages)
+  numbers = lambda word: [
+    {english.split()[-1] for english, _ in pairs if word in english} for pairs in found.values()
+  ]
+  pages, entries = numbers("page is"), numbers("house")  # an entry has two pairs of one number
+  for held in (pages, entries):
+    assert len(set.union(*held)) == sum(map(len, held)) == 200
+  assert all(pages[:3]) and not pages[3] and entries[3] and not entries[1] | entries[2]
+  # What all pages say is trained on, and nowhere else.
+  everywhere = ("The page ends", "The Seite ends")
+  assert [name for name, pairs in found.items() if everywhere in pairs] == ["train"]
+
+
+def test_without_apt_one_sentence_says_what_to_do(monkeypatch, tmp_path):
+  monkeypatch.setattr(debian, "FOLDER", tmp_path)
+  monkeypatch.setenv("PATH", str(tmp_path))
+  pytest.importorskip("sentencepiece")
+  with pytest.raises(ValueError, match="without apt, copy"):
+    debian.prepare()
