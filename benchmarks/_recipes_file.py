@@ -21,6 +21,7 @@ class Row:
     finetune: steps at the end, with the target pattern and nothing else, in percent of all.
     ff: whether the network has feed-forward layers at all.
     lam: SR-STE's lambda, None for the library's.
+    decoupled: whether its term acts beside the optimizer.
     rate: the largest learning rate, None for the task's.
     constant: whether the rate stays there after the warm-up, instead of a cosine to 0.
   """
@@ -31,6 +32,7 @@ class Row:
   finetune: int = 20
   ff: bool = True
   lam: float | None = None
+  decoupled: bool = False
   rate: float | None = None
   constant: bool = False
 

@@ -36,8 +36,9 @@ def rules_of(places, row, pattern: str, steps: int) -> nms.Rules:
     total=steps, dense=steps * row.dense // 100, finetune=steps * row.finetune // 100
   )
   recipe = nms.recipe(
-    row.recipe, pattern=pattern, phases=phases, gradient=row.gradient, lam=row.lam
-  )
+    row.recipe, pattern=pattern, phases=phases, gradient=row.gradient, lam=row.lam,
+    decoupled=row.decoupled or None,
+  )  # fmt: skip
   return nms.Rules(dict.fromkeys(places, recipe))
 
 
@@ -83,9 +84,7 @@ def experiment(task, row, pattern: str, steps: int, rate=None) -> Experiment:
   rules = rules_of(task.places, row, pattern, steps)
   network = task.network(row.ff)
   schedule = (rate or (held if row.constant else falling))(steps, row.rate or task.rate)
-  # What acts beside the optimizer is scaled by the rate.
-  beside = {"learning_rate": schedule} if row.recipe == "sr_ste_decoupled" else {}
-  tx = nms.sparse(task.optimizer(schedule), rules, **beside)
+  tx = nms.sparse(task.optimizer(schedule), rules, learning_rate=schedule)
 
   def loss_of(params, inputs, targets):
     logits = task.predictions(network.apply({"params": params}, inputs))
