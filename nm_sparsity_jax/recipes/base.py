@@ -199,7 +199,7 @@ class Recipe:
       mask: the stored mask of a stateful recipe at that step.
     """
     # Nothing to change, so nothing is compiled and read either.
-    if self.gradient_mode == "straight_through" and (self.decoupled or not self.lam):
+    if self.gradient_mode == "straight_through" and not self.lam:
       return grad
     return _jit_if_traced(_pull_back, self, 0, step, grad, w, seen, mask)
 
