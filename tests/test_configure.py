@@ -75,7 +75,7 @@ def test_the_setting_that_differs_from_a_checkpoint_is_named(macro, given):
 
 OTHERS = {
   "pattern": nms.NM(2, 4), "phases": nms.Phases(total=21, finetune=4), "lam": 0.5, "beta": 0.25,
-  "k": 8, "batches": 2, "decay_kind": "linear", "gradient": "straight_through",
+  "k": 8, "batches": 2, "decoupled": True, "decay_kind": "linear", "gradient": "straight_through",
   "path": ((1, "2:4", 1.0),),
 }  # fmt: skip
 

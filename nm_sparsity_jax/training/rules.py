@@ -395,7 +395,11 @@ def _recipe_text(recipe: Recipe) -> str:
   for owner in (recipe.phases, recipe):
     for field in dataclasses.fields(owner) if owner else ():  # type: ignore[arg-type]
       value = getattr(owner, field.name)
-      if field.name not in ("pattern", "phases") and value != field.default:
+      if field.name in ("pattern", "phases"):
+        continue
+      # The default of SR-STE's lambda depends on another field.
+      is_default = field.name == "lam" and dataclasses.replace(owner, lam=None) == owner
+      if value != field.default and not is_default:
         words.append(f"{field.name}={value!r}")
   return ", ".join(words)
 
