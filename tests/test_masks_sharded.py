@@ -62,8 +62,6 @@ def test_same_bits_and_no_collective(text, spec, kind):
     got = program(cut, n)
   np.testing.assert_array_equal(np.asarray(got), wanted)
   assert got.sharding.is_equivalent_to(sharding, 2) and not collectives(program)
-  mapped = jax.shard_map(masks, mesh=mesh(), in_specs=(spec, PartitionSpec()), out_specs=spec)
-  np.testing.assert_array_equal(jax.jit(mapped)(x, n), wanted)
 
 
 @pytest.mark.parametrize("axis", [(0, 1), (0, 2)])
@@ -145,27 +143,6 @@ def test_each_device_trains_its_own_shard(spec, kind, monkeypatch):
   jax.tree.map(np.testing.assert_array_equal, shared, alone)
   for leaf in jax.tree.leaves((shared[1].dense, shared[1].masks["mask"])):
     assert leaf.sharding.is_equivalent_to(sharding, 2)
-
-
-def test_products_communicate_as_those_of_a_dense_step():
-  """Data and model parallel: the gradients of a dense step are reduced, and so are these."""
-  at = lambda *axes: NamedSharding(mesh(), PartitionSpec(*axes))
-  params, x = jax.device_put((start(), jnp.ones((32, SHAPE[0]))), (at("columns"), at("rows")))
-
-  def spoken(rules):
-    tx = nms.sparse(optax.adamw(1e-2), rules)
-
-    def step(params, opt, x):
-      grads = jax.grad(lambda w: sum(jnp.sum(jnp.square(x @ w[name])) for name in w))(params)
-      updates, opt = tx.update(grads, opt, params)
-      return optax.apply_updates(params, updates), opt
-
-    opt = tx.init(params)
-    out = jax.tree.map(lambda leaf: leaf.sharding if leaf.ndim else at(), (params, opt))
-    return collectives(jax.jit(step, out_shardings=out).lower(params, opt, x).compile())
-
-  dense = spoken(nms.Rules({".*": nms.recipe("dense")}, axes={".*": 0}))
-  assert dense and spoken(nms.Rules(RECIPES, axes={".*": 0})) == dense
 
 
 def test_a_sharding_that_cuts_a_group_is_passed_over():

@@ -48,13 +48,13 @@ def x_of(step):
 @nnx.jit
 def train_step(model, optimizer, x):
   loss = lambda model: jnp.mean((model(x) - jnp.tile(jnp.sin(x), 2)) ** 2)
-  told, grads = nnx.value_and_grad(loss, argnums=nnx.DiffState(0, optimizer.wrt))(model)
+  told, grads = nnx.value_and_grad(loss)(model)
   optimizer.update(model, grads)
   return told
 
 
-def trained(tx, model, steps=STEPS, wrt=nnx.Param):
-  optimizer = nnx.Optimizer(model, tx, wrt=wrt)
+def trained(tx, model, steps=STEPS):
+  optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
   return optimizer, [float(train_step(model, optimizer, x_of(step))) for step in range(steps)]
 
 
@@ -113,26 +113,6 @@ def test_one_line_trains_n_of_m_as_a_loop_by_hand(name, accumulate):
   np.testing.assert_allclose(losses, by_hand(rules, accumulate), atol=1e-5, rtol=0)
 
 
-def test_statistics_and_random_streams_move_as_in_a_dense_program():
-  dense, sparse = Block(nnx.Rngs(0)), Block(nnx.Rngs(0))
-  trained(optax.adamw(1e-2), dense, PHASES.dense)
-  tx = nms.sparse(optax.adamw(1e-2), rules_of("sr_ste"))
-  optimizer, _ = trained(tx, sparse, PHASES.dense)
-  kinds = nnx.Any(nnx.BatchStat, nnx.RngCount)
-  others = lambda model: jax.tree.map(np.asarray, nnx.as_pure(nnx.state(model, kinds)))
-  jax.tree.map(np.testing.assert_array_equal, others(sparse), others(dense))
-  assert np.any(others(Block(nnx.Rngs(0)))["norm"]["mean"] != others(sparse)["norm"]["mean"])
-  then = others(sparse)["norm"]
-  for step in range(PHASES.dense, STEPS):
-    train_step(sparse, optimizer, x_of(step))
-  end = others(sparse)
-  for name in ("mean", "var"):
-    assert np.any(then[name] != end["norm"][name])
-  assert int(end["dropout"]["rngs"]["count"]) == STEPS
-  sparse.eval()
-  assert np.all(sparse(x_of(0)) == sparse(x_of(0))) and most(sparse) == [1] * 5
-
-
 def test_a_given_mask_is_held_beside_lora_and_adapters_alone_are_refused():
   class Adapted(nnx.Module):
     def __init__(self, rngs):
@@ -186,31 +166,3 @@ def test_the_axes_of_attention_are_known_or_asked_of_the_forward_pass(module, ax
   else:
     with pytest.raises(ValueError, match="for_model"):
       rules.assign(params)
-
-
-# --- resume ---------------------------------------------------------------------------------------
-
-
-def test_a_program_that_orbax_saves_goes_on_to_the_same_bits(tmp_path):
-  """The state of `nms.sparse` is a tree that any checkpointer saves."""
-  ocp = pytest.importorskip("orbax.checkpoint")
-  tx = nms.sparse(optax.adamw(1e-2), rules_of("idp"))
-
-  def run(folder, steps):
-    model = Block(nnx.Rngs(0))
-    optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
-    with ocp.CheckpointManager(tmp_path / folder) as manager:
-      done = manager.latest_step() or 0
-      if done:
-        graph, state = nnx.split((model, optimizer))
-        state = manager.restore(done, args=ocp.args.StandardRestore(state))
-        model, optimizer = nnx.merge(graph, state)
-      for step in range(done, steps):
-        train_step(model, optimizer, x_of(step))
-      manager.save(steps, args=ocp.args.StandardSave(nnx.state((model, optimizer))))
-    assert int(nms.step_count(optimizer.opt_state)) == steps
-    return nnx.as_pure(nnx.state((model, optimizer), nnx.Not(nnx.RngKey)))
-
-  whole = run("whole", STEPS)
-  run("parts", 5)  # amid the levels
-  jax.tree.map(np.testing.assert_array_equal, run("parts", STEPS), whole)

@@ -104,6 +104,7 @@ def test_bench_takes_a_checkpoint_and_a_packed_file(finalized, packed, capsys, m
     assert cli.main([*argv, "--json"]) == 0
     told = json.loads(capsys.readouterr().out)["timings"]
     assert [t["what"] for t in told] == ["the inputs", "inputs and 16 tokens"]
+    assert all(t["dense_bytes"] > t["packed_bytes"] > 0 for t in told)
     assert cli.main([*argv, "--gin.network.T5Config.preset.logits_via_embedding=True"]) == 1
     assert "1 unknown" in capsys.readouterr().err
 

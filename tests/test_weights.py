@@ -114,18 +114,9 @@ def test_weights_come_back_bit_for_bit_and_every_name_is_accounted_for(name, tmp
   assert_same(timm.from_timm(tensors | derived), variables)  # derived tensors are not read
 
 
-@pytest.mark.parametrize(
-  "changed, changes, word",
-  [
-    (dict(cls_tokens=np.zeros(1)), {}, "1 unknown .cls_tokens"),
-    ({}, dict(image_size=32), r"pos_embed is \(1, 17, 32\) there"),
-    ({}, dict(layers=3), "12 of 44 missing"),
-  ],
-)
-def test_tensors_of_another_network_are_refused(changed, changes, word):
-  net = network("vit_test", **changes)
-  with pytest.raises(ValueError, match=word):
-    timm.from_timm(tensors_of("vit_test") | changed, shapes_of(net))
+def test_tensors_of_another_network_are_refused():
+  with pytest.raises(ValueError, match=r"pos_embed is \(1, 17, 32\) there"):
+    timm.from_timm(tensors_of("vit_test"), shapes_of(network("vit_test", image_size=32)))
 
 
 def test_a_checkpoint_of_another_window_is_refused(tmp_path):
