@@ -1,13 +1,13 @@
 """CONTRIBUTING says how to add a recipe, a role and a command; here each is added to a copy."""
 
 import os
-import pathlib
 import re
 import shutil
 import subprocess
 import sys
 
-ROOT = pathlib.Path(__file__).resolve().parents[1]
+from checkout import ROOT
+
 PROGRAM = """
 import jax.numpy as jnp
 import nm_sparsity_jax as nms

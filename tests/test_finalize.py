@@ -2,13 +2,12 @@
 
 import json
 import os
-import subprocess
-import sys
 
 import jax
 import ml_dtypes
 import numpy as np
 import pytest
+from checkout import python
 from checkpoint_files import WRITERS, load, write_orbax
 
 import nm_sparsity_jax as nms
@@ -225,7 +224,6 @@ print(peak() - before)
 
 @pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="needs Linux")
 def test_verify_holds_one_array_at_a_time(tmp_path):
-  steady = os.environ | {"MALLOC_ARENA_MAX": "2"}  # else glibc keeps a heap for each thread
-  command = [sys.executable, "-c", MEASURED, str(tmp_path)]
-  done = subprocess.run(command, capture_output=True, text=True, check=True, env=steady)
-  assert float(done.stdout) < 4 * KERNELS  # megabytes
+  # Else glibc keeps a heap for each thread.
+  more = float(python(MEASURED, tmp_path, MALLOC_ARENA_MAX="2"))
+  assert more < 4 * KERNELS  # megabytes

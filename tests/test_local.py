@@ -5,7 +5,6 @@ import gc
 import itertools
 import json
 import os
-import pathlib
 import resource
 import shutil
 import signal
@@ -17,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from checkout import gin_flags, read_lines
 from checkpoint_files import read
 from reference_arrays import assert_same
 
@@ -99,7 +99,7 @@ def at_step(number, do):
 
 
 def lines(folder, room="train"):
-  return [json.loads(x) for x in (folder / room / "metrics.jsonl").read_text().splitlines()]
+  return read_lines(folder / room / "metrics.jsonl")
 
 
 # --- the thread --------------------------------------------------------------------------------
@@ -133,7 +133,7 @@ def test_learns_dense_then_sparse_from_that_checkpoint(tmp_path):
 
   # What seqio would have written.
   (scores,) = (sparse / "inference_eval").glob("nm_test_sort-metrics.jsonl")
-  scores = [json.loads(x) for x in scores.read_text().splitlines()]
+  scores = read_lines(scores)
   assert [x["step"] for x in scores] == [140, 160, 180]
   assert scores[-1]["letters"] == found[180]["metrics"]["nm_test_sort"]["letters"] > 0.2
   checkpoint = str(sparse / "checkpoint_180")
@@ -141,8 +141,7 @@ def test_learns_dense_then_sparse_from_that_checkpoint(tmp_path):
 
   # `infer` writes what was judged there.
   train.infer(model, EVALUATION, checkpoint, str(tmp_path / "i"))
-  text = (tmp_path / "i/nm_test_sort-predict.jsonl-00000-of-00001").read_text()
-  rows = [json.loads(x) for x in text.splitlines()]
+  rows = read_lines(tmp_path / "i/nm_test_sort-predict.jsonl-00000-of-00001")
   targets = ["".join(sorted(x["inputs"]["inputs_pretokenized"])) for x in rows]
   letters = t5x_task.letters_in_place(targets, [x["prediction"] for x in rows])
   assert letters == {"letters": scores[-1]["letters"]} and len(rows) == 32
@@ -274,12 +273,8 @@ def test_a_removal_that_is_cut_off_leaves_no_checkpoint(tmp_path, monkeypatch):
 
 
 def command(*names, **macros):
-  root = pathlib.Path(__file__).resolve().parents[1]
-  files = [f"gin_configs/runs/{name}" for name in names] + ["tests/local_tiny.gin"]
-  return [
-    f"--gin_search_paths={root}", *(f"--gin_file={name}" for name in files),
-    *(f"--gin.{name}={value!r}" for name, value in macros.items()),
-  ]  # fmt: skip
+  files = [f"gin_configs/runs/{name}" for name in names]
+  return gin_flags([*files, "tests/local_tiny.gin"], macros)
 
 
 @pytest.mark.parametrize(

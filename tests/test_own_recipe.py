@@ -5,20 +5,19 @@ The module lies in a folder of its own. A gin file imports it, or the flag --imp
 
 import json
 import os
-import pathlib
 import shutil
 import subprocess
 import sys
 
 import numpy as np
 import pytest
+from checkout import ROOT
 
 from nm_sparsity_jax import cli
 from nm_sparsity_jax.runs import checkpoint
 
 pytest.importorskip("tensorboard", reason="pip install -e '.[local]'")
 
-ROOT = pathlib.Path(__file__).resolve().parents[1]
 STEPS = 24
 
 RECIPE = '''\

@@ -4,7 +4,6 @@ import functools
 import json
 import math
 import os
-import pathlib
 import re
 import shutil
 import subprocess
@@ -15,6 +14,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from checkout import ROOT
 from test_packed import normal
 
 from nm_sparsity_jax.core import installed
@@ -31,7 +31,6 @@ from nm_sparsity_jax.core.packed import (
 )
 from nm_sparsity_jax.core.patterns import NM
 
-ROOT = pathlib.Path(__file__).resolve().parents[1]
 NATIVE = ROOT / "nm_sparsity_jax/core/packed/native"
 there = pytest.mark.skipif(bool(cpu.missing()), reason=f"no kernels: {cpu.missing()}")
 compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="g++ is not on the path")

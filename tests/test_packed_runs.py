@@ -7,6 +7,7 @@ import warnings
 import jax
 import numpy as np
 import pytest
+from checkout import read_lines
 
 import nm_sparsity_jax as nms
 from nm_sparsity_jax import cli
@@ -79,7 +80,7 @@ def test_infer_says_token_by_token_what_the_finalized_one_says(
     out = tmp_path / path.name
     assert cli.main(words("infer", path, out, DECODER="greedy", **settings)) == 0
     (file,) = out.glob("*.jsonl-*")
-    said.append([json.loads(line)["prediction"] for line in file.read_text().splitlines()])
+    said.append([line["prediction"] for line in read_lines(file)])
   assert said[0] == said[1] and len(set(said[0])) > 3
   assert len(multiplied) > 2 * 15  # of fifteen kernels: once prepared, and where they are traced
 

@@ -1,7 +1,6 @@
 """nm-sparsity plan: what it shows of a run, and what it refuses."""
 
 import json
-import pathlib
 import re
 import shlex
 import sys
@@ -12,6 +11,7 @@ import numpy as np
 import pytest
 import t5x_found
 import tasks_found
+from checkout import ROOT, gin_flags
 from checkpoint_files import t5x_dense, t5x_sparse, write_orbax, zeros_of
 
 import nm_sparsity_jax as nms
@@ -24,7 +24,6 @@ from nm_sparsity_jax.training import configure
 
 pytest.importorskip("gin", reason="plan reads gin files: pip install gin-config")
 
-ROOT = pathlib.Path(__file__).resolve().parents[1]
 SIZES = dict(
   vocab_size=64, emb_dim=32, num_heads=2, num_encoder_layers=1, num_decoder_layers=3, head_dim=8,
   mlp_dim=48, mlp_activations=("gelu", "linear"),
@@ -57,12 +56,10 @@ def run(tmp_path, capsys, monkeypatch):
   (tmp_path / "model.gin").write_text(MODEL)
 
   def call(*flags, files=SPARSE, raw=(), **macros):
-    argv = ["plan", f"--gin_search_paths={ROOT},{tmp_path}", *flags]
-    argv += [f"--gin_file={f}" for f in files]
-    argv += [f"--gin.{k}={v!r}" for k, v in macros.items()] + [f"--gin.{b}" for b in raw]
+    argv = [*gin_flags(files, macros, (ROOT, tmp_path)), *(f"--gin.{b}" for b in raw), *flags]
     capsys.readouterr()
     with jax.numpy_dtype_promotion("standard"):
-      code = cli.main([*argv, "--json"])
+      code = cli.main(["plan", *argv, "--json"])
     report = json.loads(capsys.readouterr().out)
     assert code == (0 if report["ok"] else 1) == bool(report["errors"])
     return code, report

@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 import test_t5 as t5
 import test_vision_models as images
-from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 import nm_sparsity_jax as nms
@@ -74,11 +73,6 @@ def linen(module, *shape, rows=None):
   return layout(lambda p, x: module.apply({"params": p}, x), params, shape, rows)
 
 
-def of_nnx(module, *shape):
-  graph, params, rest = nnx.split(module, nnx.Param, ...)
-  return layout(lambda p, x: nnx.merge(graph, p, rest)(x), params, shape)
-
-
 def equinox(make, call, *shape):
   """Of make(equinox, key), called as call(module, x)."""
   eqx = pytest.importorskip("equinox", reason="no Equinox here: pip install -e '.[dev]'")
@@ -129,9 +123,7 @@ CASES = {
     {"kernel": (3,)}),
   "attention": (lambda: linen(nn.MultiHeadDotProductAttention(4), 1, 2, 12), ATTENTION),
   "GRU": (lambda: linen(nn.RNN(nn.GRUCell(5)), 1, 3, 6), every("in", "ir", "iz", "hn", "hr", "hz")),
-  # flax NNX and Equinox
-  "nnx attention": (lambda: of_nnx(
-    nnx.MultiHeadAttention(4, 12, decode=False, rngs=nnx.Rngs(0)), 1, 2, 12), ATTENTION),
+  # Equinox; test_nnx.py has that of NNX
   "equinox attention": (lambda: equinox(
     lambda eqx, key: eqx.nn.MultiheadAttention(4, 12, key=key), lambda m, x: m(x, x, x), 2, 12),
     {".*_proj/weight": (1,)}),
