@@ -8,14 +8,15 @@ import numpy as np
 import pytest
 
 from nm_sparsity_jax.core.trees import flatten
+from nm_sparsity_jax.runs import checkpoint
 from nm_sparsity_jax.training import rules_text
 
 
-def load(checkpoint):
+def load(folder):
   """Returns the nested arrays of a checkpoint's folder."""
   import orbax.checkpoint as ocp
 
-  reader, path = ocp.PyTreeCheckpointer(), pathlib.Path(checkpoint) / "state"
+  reader, path = ocp.PyTreeCheckpointer(), pathlib.Path(folder) / "state"
   shapes = reader.metadata(path).item_metadata.tree
   as_numpy = lambda leaf: ocp.RestoreArgs(restore_type=np.ndarray)
   return reader.restore(path, restore_args=jax.tree.map(as_numpy, shapes))
@@ -24,6 +25,17 @@ def load(checkpoint):
 def read(folder, number):
   """Returns path -> array of one checkpoint of a run."""
   return dict(flatten(load(pathlib.Path(folder) / f"checkpoint_{number}")))
+
+
+def save(folder, variables, rules):
+  """Writes checkpoint_7 as the local runner lays it out, at the end of its schedule."""
+  tree = {"target": variables["params"], "state": {"step": np.int32(7)}, "flax_mutables": {}}
+  if "batch_stats" in variables:
+    tree["flax_mutables"]["batch_stats"] = variables["batch_stats"]
+  if rules is not None:
+    text = np.asarray(rules_text.pack(rules_text.describe(rules)))
+    tree["flax_mutables"]["nm_sparsity"] = {"step": np.int32(7), "rules": text}
+  checkpoint.write(f"{folder}/checkpoint_7", {key: np.asarray(x) for key, x in flatten(tree)})
 
 
 # --- written as other programs write them ---------------------------------------------------------

@@ -22,8 +22,7 @@ MARKS = [pytest.mark.t5x, pytest.mark.filterwarnings("ignore")]
 if reason := t5x_found.why_not():
   pytest.skip(reason, allow_module_level=True)
 
-with warnings.catch_warnings(), jax.numpy_dtype_promotion("standard"):
-  warnings.simplefilter("ignore")
+with warnings.catch_warnings(action="ignore"), jax.numpy_dtype_promotion("standard"):
   import seqio  # noqa: F401  (for those who import this file)
   import t5x_task
   from t5x import adafactor, decoding, models, optimizers, partitioning, trainer, utils  # noqa: F401

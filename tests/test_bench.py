@@ -1,7 +1,5 @@
 """nm-sparsity bench: products, dense and packed. test_packed_runs.py has whole networks."""
 
-import json
-
 import numpy as np
 import pytest
 
@@ -30,10 +28,9 @@ def test_a_product_changes_the_x_of_the_next_one():
     assert [float(product[0, 0]) for product in call()] == wanted
 
 
-def test_the_command_measures_shapes(monkeypatch, capsys):
+def test_the_command_measures_shapes(monkeypatch, capsys, command):
   monkeypatch.setattr(timing, "CACHE", 1 << 20)
-  assert cli.main(["bench", "--shapes", "16,8,1", "32,8,1", "--pattern", "1:16", "--json"]) == 0
-  found = json.loads(capsys.readouterr().out)
+  _, found = command("bench", "--shapes", "16,8,1", "32,8,1", "--pattern", "1:16")
   assert [t["dense_bytes"] for t in found["timings"]] == [16 * 8 * 4, 32 * 8 * 4]
   for wrong in ([], ["model", "--shapes", "16,8,1"]):
     with pytest.raises(SystemExit):

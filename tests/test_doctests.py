@@ -19,11 +19,10 @@ NAMES |= {"Phases": nms.Phases, "pack": nms.packed.pack}
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", MODULES)
-def test_examples(name):
+def test_examples(name, as_users_compute):
   try:
     module = importlib.import_module(name)
   except ImportError as e:
     pytest.skip(str(e))
-  with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-    found = doctest.testmod(module, extraglobs=NAMES, optionflags=doctest.ELLIPSIS)
-    assert not found.failed
+  found = doctest.testmod(module, extraglobs=NAMES, optionflags=doctest.ELLIPSIS)
+  assert not found.failed

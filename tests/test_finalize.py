@@ -1,6 +1,5 @@
 """nm-sparsity verify and finalize: proof, exact zeros, and nothing left behind where they fail."""
 
-import json
 import os
 
 import jax
@@ -11,7 +10,6 @@ from checkout import python
 from checkpoint_files import WRITERS, load, write_orbax
 
 import nm_sparsity_jax as nms
-from nm_sparsity_jax import cli
 from nm_sparsity_jax.core.trees import flatten, nested
 from nm_sparsity_jax.training import configure, rules_text
 
@@ -56,18 +54,6 @@ class Run:
   def write(self, folder, kind="Orbax"):
     step = int(self.tree["state"]["step"])
     return WRITERS[kind](folder / f"checkpoint_{step}", self.tree)
-
-
-@pytest.fixture
-def command(capsys):
-  """Runs a command: (exit code, JSON or, where that fails, the message)."""
-
-  def call(*argv):
-    code = cli.main([*map(str, argv), "--json"])
-    out, err = capsys.readouterr()
-    return code, json.loads(out) if out else err
-
-  return call
 
 
 @pytest.mark.parametrize(

@@ -30,8 +30,7 @@ pytest.importorskip("seqio", reason="the local runner needs seqio: pip install -
 # seqio, TensorFlow, clu and Orbax warn on their own account.
 pytestmark = pytest.mark.filterwarnings("ignore")
 
-with warnings.catch_warnings():
-  warnings.simplefilter("ignore")
+with warnings.catch_warnings(action="ignore"):
   import t5x_task  # registers the task
 
   from nm_sparsity_jax.trainer import checkpoints, data, evaluation, step, train

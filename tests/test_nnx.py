@@ -9,14 +9,9 @@ from flax import nnx
 
 import nm_sparsity_jax as nms
 
+pytestmark = pytest.mark.usefixtures("as_users_compute")
 STEPS = 12
 PHASES = nms.Phases(total=STEPS, dense=4, finetune=4)
-
-
-@pytest.fixture(autouse=True)
-def as_nnx_runs():
-  with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-    yield
 
 
 class Block(nnx.Module):

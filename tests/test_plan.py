@@ -49,7 +49,7 @@ TASK = dict(
 
 
 @pytest.fixture
-def run(tmp_path, capsys, monkeypatch):
+def run(tmp_path, command, monkeypatch, as_users_compute):
   """Plans MODEL with macros: (exit code, report)."""
   monkeypatch.chdir(tmp_path)
   monkeypatch.setenv("JAX_PLATFORMS", "cpu")
@@ -57,10 +57,7 @@ def run(tmp_path, capsys, monkeypatch):
 
   def call(*flags, files=SPARSE, raw=(), **macros):
     argv = [*gin_flags(files, macros, (ROOT, tmp_path)), *(f"--gin.{b}" for b in raw), *flags]
-    capsys.readouterr()
-    with jax.numpy_dtype_promotion("standard"):
-      code = cli.main(["plan", *argv, "--json"])
-    report = json.loads(capsys.readouterr().out)
+    code, report = command("plan", *argv)
     assert code == (0 if report["ok"] else 1) == bool(report["errors"])
     return code, report
 
@@ -202,8 +199,7 @@ def test_a_checkpoint_fits_or_does_not(run, tmp_path):
 def t5x():
   if reason := t5x_found.why_not():
     pytest.skip(reason)
-  with warnings.catch_warnings():
-    warnings.simplefilter("ignore")
+  with warnings.catch_warnings(action="ignore"):
     import t5x.train
 
     sys.path.insert(0, str(ROOT / "tests"))
@@ -213,11 +209,7 @@ def t5x():
 
 @pytest.fixture
 def run_t5x(t5x, run):
-  def call(*flags, **macros):
-    with jax.numpy_rank_promotion("allow"):
-      return run(*flags, files=macros.pop("files", TINY), **macros)
-
-  return call
+  return lambda *flags, **macros: run(*flags, **dict(files=TINY) | macros)
 
 
 @pytest.fixture(autouse=True)

@@ -9,9 +9,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from reference_arrays import assert_close, drawn
 
 import nm_sparsity_jax as nms
-from nm_sparsity_jax.core.trees import flatten
 from nm_sparsity_jax.models.t5 import T5Config, Transformer, layers
 
 SIZES = dict(vocab_size=24, emb_dim=16, num_heads=2, head_dim=8, mlp_dim=32)
@@ -40,20 +40,9 @@ def shapes_of(model):
   return jax.eval_shape(functools.partial(model.init, enable_dropout=False), key, *BATCH)
 
 
-def parameters(model, seed=0):
-  """Numbers of the size that a trained network has; drawing them is faster than `init`."""
-  rng = np.random.default_rng(seed)
-  draw = lambda x: jnp.asarray(rng.normal(size=x.shape) / 3, jnp.float32)
-  return jax.tree.map(draw, shapes_of(model)["params"])
-
-
-def assert_close(got, want, tolerance=2e-6):
-  got, want = dict(flatten(got)), dict(flatten(want))
-  assert list(got) == list(want)
-  for path in want:
-    scale = np.abs(want[path]).max()
-    assert scale > 0, path  # else equality says nothing
-    np.testing.assert_allclose(got[path], want[path], rtol=0, atol=tolerance * scale, err_msg=path)
+def parameters(model):
+  """Numbers of the size that a trained network has."""
+  return drawn(shapes_of(model)["params"], 1 / 3)
 
 
 def test_what_remat_keeps():
@@ -99,7 +88,7 @@ def test_a_step_is_a_row_of_the_whole(scan):
   whole = dense(variables, inputs, shifted, tokens)
   for i in range(LENGTH):
     got, kept = step(variables["params"], kept, shifted[:, i])
-    np.testing.assert_allclose(got, whole[:, i], rtol=0, atol=4e-6 * np.abs(whole).max())
+    assert_close(got, whole[:, i], 4e-6)
 
 
 def test_a_step_multiplies_each_weight_once_a_row():

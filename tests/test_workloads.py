@@ -29,8 +29,7 @@ from nm_sparsity_jax.training import configure, flops
 pytest.importorskip("tensorboard", reason="pip install -e '.[local]'")
 pytestmark = pytest.mark.filterwarnings("ignore")  # what it imports warns on its own account
 
-with warnings.catch_warnings():
-  warnings.simplefilter("ignore")
+with warnings.catch_warnings(action="ignore"):
   from nm_sparsity_jax.trainer import checkpoints, evaluation, step, train
 
 sys.path.append(str(ROOT / "examples" / "own_workload"))
