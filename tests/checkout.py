@@ -18,12 +18,13 @@ def gin_flags(files, macros, folders=(ROOT,)):
   ]
 
 
-def python(code, *arguments, flags=(), cwd=None, **environment):
-  """What code prints in a new interpreter that sees the checkout."""
-  env = os.environ | {"PYTHONPATH": str(ROOT)} | environment
-  command = [sys.executable, *flags, "-c", code, *map(str, arguments)]
-  done = subprocess.run(command, env=env, cwd=cwd, capture_output=True, text=True, check=False)
-  assert not done.returncode, done.stderr[-3000:]
+def python(*words, cwd=None, timeout=600, **environment):
+  """What Python prints with these words, in a process that sees the checkout."""
+  done = subprocess.run(
+    [sys.executable, *map(str, words)], cwd=cwd, timeout=timeout, check=False, text=True,
+    capture_output=True, env=os.environ | {"PYTHONPATH": str(ROOT)} | environment,
+  )  # fmt: skip
+  assert not done.returncode, done.stdout[-3000:] + done.stderr[-3000:]
   return done.stdout
 
 

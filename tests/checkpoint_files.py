@@ -71,6 +71,11 @@ def write_legacy(folder, tree):
   return folder
 
 
+# Of the T5 of t5x_tiny.gin and local_tiny.gin.
+TINY_T5 = dict(
+  vocab_size=384, emb_dim=16, num_heads=2, num_encoder_layers=1, num_decoder_layers=1, head_dim=8,
+  mlp_dim=32,
+)  # fmt: skip
 WRITERS = {"Orbax": write_orbax, "T5X": write_legacy}
 
 
@@ -87,11 +92,8 @@ def t5x_dense(step=6):
   """A dense checkpoint of t5x_tiny.gin."""
   from t5x.examples.t5 import network
 
-  target = zeros_of(network.Transformer(network.T5Config(
-    vocab_size=384, dtype="float32", emb_dim=16, num_heads=2, num_encoder_layers=1,
-    num_decoder_layers=1, head_dim=8, mlp_dim=32, mlp_activations=("gelu", "linear"),
-    logits_via_embedding=False,
-  )))  # fmt: skip
+  more = dict(dtype="float32", mlp_activations=("gelu", "linear"), logits_via_embedding=False)
+  target = zeros_of(network.Transformer(network.T5Config(**TINY_T5, **more)))
   return {
     "target": target,
     "state": {"step": np.int32(step), "param_states": {"0": {"mu": target}}},

@@ -31,7 +31,7 @@ print([m for m in {HEAVY!r} if m in sys.modules])
 """
   # Not by the clock, which other programs on this machine may hold up.
   before = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime
-  out = python(code)
+  out = python("-c", code)
   assert resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime - before < 1
   assert out.endswith("\n[]\n")
   for name in cli.COMMANDS:
@@ -106,7 +106,7 @@ def built(tmp_path_factory):
     "import setuptools.build_meta as b; print(b.build_wheel('out')); print(b.build_sdist('out'))"
   )
   # Compiling takes half a minute: tests/test_packed_dot.py does it.
-  python(code, cwd=folder, NM_SPARSITY_KERNELS="0")
+  python("-c", code, cwd=folder, NM_SPARSITY_KERNELS="0")
   return {path.suffix: path for path in (folder / "out").iterdir()}
 
 
@@ -118,7 +118,7 @@ from nm_sparsity_jax import cli
 sys.exit(cli.main(['gin-path']))
 """
   # Not what tests run in.
-  folder = pathlib.Path(python(code, cwd=site, flags=["-S"], PYTHONPATH="").strip())
+  folder = pathlib.Path(python("-S", "-c", code, cwd=site, PYTHONPATH="").strip())
   for name in ("gin_configs/runs/t5x_finetune.gin", "CITATION.cff", "docs/sweep.md"):
     assert (folder / name).is_file()
   return folder

@@ -8,10 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from reference_arrays import assert_close, drawn
+from test_packed_dot import there
 
 import nm_sparsity_jax as nms
 from nm_sparsity_jax.core import packed as packing
-from nm_sparsity_jax.core.packed import choice, cpu
+from nm_sparsity_jax.core.packed import choice
 from nm_sparsity_jax.deploy import inference_tree
 from nm_sparsity_jax.models import resnet, swin, vit
 from nm_sparsity_jax.models.t5 import T5Config, Transformer
@@ -51,15 +52,11 @@ def test_what_is_packed_and_why_not(path, shape, pattern, axis, why):
 
 # --- networks -------------------------------------------------------------------------------------
 
-HERE = [
-  "xla_scan",
-  pytest.param("cpu_ffi", marks=pytest.mark.skipif(bool(cpu.missing()), reason=cpu.missing())),
-]
 RULES = rules_of({"ff": "1:8", "q": "2:4", "o": "1:4"})
 CONVS = rules_of({"conv": "1:4", "head": "1:4"})
 
 
-@pytest.fixture(params=HERE)
+@pytest.fixture(params=["xla_scan", pytest.param("cpu_ffi", marks=there)])
 def backend(request, monkeypatch):
   """What layers take, whatever the table has."""
   monkeypatch.setattr(choice, "best", lambda *args, **kwargs: request.param)

@@ -211,5 +211,5 @@ print(peak() - before)
 @pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="needs Linux")
 def test_verify_holds_one_array_at_a_time(tmp_path):
   # Else glibc keeps a heap for each thread.
-  more = float(python(MEASURED, tmp_path, MALLOC_ARENA_MAX="2"))
+  more = float(python("-c", MEASURED, tmp_path, MALLOC_ARENA_MAX="2"))
   assert more < 4 * KERNELS  # megabytes

@@ -8,7 +8,6 @@ from test_plan import t5x  # noqa: F401  (a fixture)
 
 from nm_sparsity_jax.integrations import gin_files
 from nm_sparsity_jax.models.t5 import T5Config
-from nm_sparsity_jax.runs import paper
 
 pytest.importorskip("gin", reason="pip install gin-config")
 T5 = "gin_configs/models/t5.gin"
@@ -105,16 +104,3 @@ def test_a_run_is_made_and_names_what_it_misses(t5x, run):  # noqa: F811
     if run == "finetune":
       restore = c.argument("checkpoint_cfg").restore
       assert (restore.dtype, restore.fallback_to_scratch) == ("float32", True)
-
-
-@pytest.mark.t5x
-@pytest.mark.parametrize("run, table", [("finetune", "table12"), ("wmt", "table9")])
-def test_a_row_of_the_paper_is_a_run_of_t5x(t5x, run, table):  # noqa: F811
-  name, row = [*paper.rows()[table].items()][-1]
-  files = [f"gin_configs/runs/t5x_{x}.gin" for x in ("adamw", run)]
-  bindings = ["MODEL_DIR = 'm'", "VOCABULARY_FILE = 'bytes'", f"ROW = {name!r}"]
-  with config([*files, f"gin_configs/paper/{table}.gin"], bindings) as c:
-    assert not c.errors
-    assert {r.name for r in c.value("RULES").places.values()} == {row.published["recipe"]}
-    assert c.argument("total_steps") == (200_000 if run == "wmt" else 1_100_000)
-    assert c.argument("train_dataset_cfg").batch_size == (512 if run == "wmt" else 128)

@@ -176,6 +176,6 @@ assert not {"tensorflow", "seqio", "gin", "t5x"} & {*sys.modules}
 
 def test_the_command_prints_the_report_and_needs_no_t5x(write):
   run = write(SR_STE)
-  text, _, found = python(SCORE, run).partition("{")
+  text, _, found = python("-c", SCORE, run).partition("{")
   assert "CoLA     48.1 @ 1,000, published 48.1 (+0)" in text
   assert json.loads("{" + found) == scores.score([run])

@@ -17,7 +17,7 @@ import numpy as np
 import optax
 import pytest
 from checkout import gin_flags, read_lines
-from checkpoint_files import read
+from checkpoint_files import TINY_T5, read
 from reference_arrays import assert_same
 
 import nm_sparsity_jax as nms
@@ -38,10 +38,6 @@ with warnings.catch_warnings(action="ignore"):
   from nm_sparsity_jax.trainer.workloads.t5 import T5
 
 LENGTHS = {"inputs": 8, "targets": 8}
-SIZES = dict(
-  vocab_size=384, emb_dim=16, num_heads=2, num_encoder_layers=1, num_decoder_layers=1, head_dim=8,
-  mlp_dim=32,
-)  # fmt: skip
 # 8 dense steps, 3 levels until 20, then the target.
 IDP = dict(recipe="idp", pattern="1:8", sparse_steps=24, dense_steps=8, finetune_steps=4)
 SR_STE = dict(recipe="sr_ste", pattern="1:4", dense_steps=0, fields={"lam": 0.5})
@@ -72,7 +68,7 @@ def model_of(devices=1, partitions=1, dropout=0.0, dtype="float32", source=None,
   source = source or source_of()
   key = repr((devices, partitions, dropout, dtype, source, sorted(rules.items())))
   if key not in MODELS:
-    config = network.T5Config.preset("t5_1_1", "tiny", **SIZES, dropout_rate=dropout, dtype=dtype)
+    config = network.T5Config.preset("t5_1_1", "tiny", **TINY_T5, dropout_rate=dropout, dtype=dtype)
     rules = configure.rules({"ff": None}, **(IDP | rules))
     family = T5(network.Transformer(config), source)
     chosen = jax.devices()[:devices]

@@ -53,19 +53,6 @@ def trained(tx, model, steps=STEPS):
   return optimizer, [float(train_step(model, optimizer, x_of(step))) for step in range(steps)]
 
 
-def most_in_a_group(w, axes, m=4):
-  """By numpy alone: the most non-zeros in m consecutive weights along what a product sums over."""
-  w = np.moveaxis(np.asarray(w, np.float32), axes, range(len(axes)))
-  size = int(np.prod(w.shape[: len(axes)]))
-  return int(np.count_nonzero(w.reshape(size // m, m, -1), axis=1).max())
-
-
-def most(model):
-  attn = model.layers[0]["attn"]
-  kernels = [(module.kernel, (0,)) for module in (model.hidden, attn.query, attn.key, attn.value)]
-  return [most_in_a_group(w[...], axes) for w, axes in (*kernels, (attn.out.kernel, (0, 1)))]
-
-
 # --- training ---------------------------------------------------------------------------------
 
 
@@ -104,7 +91,7 @@ def test_one_line_trains_n_of_m_as_a_loop_by_hand(name, accumulate):
   tx = optax.MultiSteps(nms.sparse(optax.adamw(1e-2), rules), accumulate)
   optimizer, losses = trained(tx, model, STEPS * accumulate)
   assert int(nms.step_count(optimizer.opt_state)) == STEPS
-  assert most(model) == [1] * 5 and nms.verify(nnx.state(model, nnx.Param), rules).ok
+  assert nms.verify(nnx.state(model, nnx.Param), rules).ok
   np.testing.assert_allclose(losses, by_hand(rules, accumulate), atol=1e-5, rtol=0)
 
 
