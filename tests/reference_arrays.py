@@ -112,10 +112,18 @@ def assert_close(got, want, tolerance=1e-5):
     np.testing.assert_allclose(found, x, rtol=0, atol=atol, err_msg=key)
 
 
-def drawn(shapes, scale=1.0, seed=0):
-  """Normal numbers for a tree of shapes. jax.random would compile anew for every shape."""
+def drawn(shapes, scale=1 / 4, seed=0):
+  """Numbers for a tree of shapes: normal, and around 1 for what scales and shifts.
+
+  jax.random would compile anew for every shape.
+  """
   rng = np.random.default_rng(seed)
-  return jax.tree.map(lambda x: (scale * rng.normal(size=x.shape)).astype(x.dtype), shapes)
+
+  def draw(x):
+    z = rng.normal(size=x.shape)
+    return (scale * z if len(x.shape) > 1 else 1 + z / 10).astype(x.dtype)
+
+  return jax.tree.map(draw, shapes)
 
 
 def imported(*names):

@@ -13,6 +13,7 @@ import pytest
 import test_t5 as t5
 import test_vision_models as images
 from jax.sharding import PartitionSpec as P
+from reference_arrays import drawn
 
 import nm_sparsity_jax as nms
 from nm_sparsity_jax.core import trace
@@ -41,20 +42,9 @@ class Layout(NamedTuple):
   rows: int
 
 
-def drawn(tree, seed=0):
-  """Numbers for arrays or shapes: normal for matrices, around 1 for what scales and shifts."""
-  rng = np.random.default_rng(seed)
-
-  def draw(x):
-    z = rng.normal(size=x.shape)
-    return jnp.asarray(z / 4 if len(x.shape) > 1 else 1 + z / 10, x.dtype)
-
-  return jax.tree.map(draw, tree)
-
-
 def layout(function, params, x, rows=None):
   """x is a shape; a vector for each index of all axes but its last."""
-  rows, x = rows or math.prod(x[:-1]), drawn(jax.ShapeDtypeStruct(x, "float32"), 1)
+  rows, x = rows or math.prod(x[:-1]), drawn(jax.ShapeDtypeStruct(x, "float32"), seed=1)
   return Layout(function, drawn(params), x, rows)
 
 
