@@ -8,14 +8,15 @@ import numpy as np
 import pytest
 
 from nm_sparsity_jax.core.trees import flatten
+from nm_sparsity_jax.runs import checkpoint
 from nm_sparsity_jax.training import rules_text
 
 
-def load(checkpoint):
+def load(folder):
   """Returns the nested arrays of a checkpoint's folder."""
   import orbax.checkpoint as ocp
 
-  reader, path = ocp.PyTreeCheckpointer(), pathlib.Path(checkpoint) / "state"
+  reader, path = ocp.PyTreeCheckpointer(), pathlib.Path(folder) / "state"
   shapes = reader.metadata(path).item_metadata.tree
   as_numpy = lambda leaf: ocp.RestoreArgs(restore_type=np.ndarray)
   return reader.restore(path, restore_args=jax.tree.map(as_numpy, shapes))
@@ -24,6 +25,17 @@ def load(checkpoint):
 def read(folder, number):
   """Returns path -> array of one checkpoint of a run."""
   return dict(flatten(load(pathlib.Path(folder) / f"checkpoint_{number}")))
+
+
+def save(folder, variables, rules):
+  """Writes checkpoint_7 as the local runner lays it out, at the end of its schedule."""
+  tree = {"target": variables["params"], "state": {"step": np.int32(7)}, "flax_mutables": {}}
+  if "batch_stats" in variables:
+    tree["flax_mutables"]["batch_stats"] = variables["batch_stats"]
+  if rules is not None:
+    text = np.asarray(rules_text.pack(rules_text.describe(rules)))
+    tree["flax_mutables"]["nm_sparsity"] = {"step": np.int32(7), "rules": text}
+  checkpoint.write(f"{folder}/checkpoint_7", {key: np.asarray(x) for key, x in flatten(tree)})
 
 
 # --- written as other programs write them ---------------------------------------------------------
@@ -59,6 +71,11 @@ def write_legacy(folder, tree):
   return folder
 
 
+# Of the T5 of t5x_tiny.gin and local_tiny.gin.
+TINY_T5 = dict(
+  vocab_size=384, emb_dim=16, num_heads=2, num_encoder_layers=1, num_decoder_layers=1, head_dim=8,
+  mlp_dim=32,
+)  # fmt: skip
 WRITERS = {"Orbax": write_orbax, "T5X": write_legacy}
 
 
@@ -75,11 +92,8 @@ def t5x_dense(step=6):
   """A dense checkpoint of t5x_tiny.gin."""
   from t5x.examples.t5 import network
 
-  target = zeros_of(network.Transformer(network.T5Config(
-    vocab_size=384, dtype="float32", emb_dim=16, num_heads=2, num_encoder_layers=1,
-    num_decoder_layers=1, head_dim=8, mlp_dim=32, mlp_activations=("gelu", "linear"),
-    logits_via_embedding=False,
-  )))  # fmt: skip
+  more = dict(dtype="float32", mlp_activations=("gelu", "linear"), logits_via_embedding=False)
+  target = zeros_of(network.Transformer(network.T5Config(**TINY_T5, **more)))
   return {
     "target": target,
     "state": {"step": np.int32(step), "param_states": {"0": {"mu": target}}},

@@ -2,6 +2,7 @@
 
 import atexit
 import gc
+import json
 import os
 import shutil
 import sys
@@ -39,7 +40,8 @@ import jax
 import pytest
 
 jax.config.update("jax_num_cpu_devices", 8)
-# Silent dtype and broadcasting mistakes fail. Code that is not ours relaxes this at that call:
+# Silent dtype and broadcasting mistakes fail. Code that is not ours relaxes this at that call, or
+# for a whole test by the fixture `as_users_compute`:
 #   with jax.numpy_dtype_promotion("standard"): ...
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
@@ -61,6 +63,26 @@ def the_same_place():
   yield
   sys.path[:] = path
   os.chdir(folder)
+
+
+@pytest.fixture
+def command(capsys):
+  """Runs a command: (exit code, JSON or, where that fails, the message)."""
+  from nm_sparsity_jax import cli
+
+  def call(*argv):
+    capsys.readouterr()
+    code = cli.main([*map(str, argv), "--json"])
+    out, err = capsys.readouterr()
+    return code, json.loads(out) if out else err
+
+  return call
+
+
+@pytest.fixture
+def as_users_compute():
+  with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+    yield
 
 
 # The files that take longest begin, so that no worker ends with one while others wait.

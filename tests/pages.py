@@ -1,10 +1,10 @@
 """The pages that people read, and the fenced blocks in them."""
 
 import dataclasses
-import pathlib
 import re
 
-ROOT = pathlib.Path(__file__).resolve().parents[1]
+from checkout import ROOT
+
 NOTEBOOK = ROOT / "examples/quickstart.ipynb"
 PAGES = sorted(
   [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]

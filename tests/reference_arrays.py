@@ -1,4 +1,4 @@
-"""What tests compare with: masks by sorting in numpy, and arrays that another library made."""
+"""What tests compare with, and what they draw: masks by sorting, arrays of another library."""
 
 import functools
 import importlib
@@ -9,6 +9,7 @@ import pathlib
 import re
 import sys
 
+import jax
 import numpy as np
 import pytest
 
@@ -108,6 +109,30 @@ def assert_same(got, want):
   for key, x in want.items():
     assert got[key].dtype == x.dtype and got[key].shape == x.shape, key
     assert np.asarray(got[key]).tobytes() == np.asarray(x).tobytes(), key
+
+
+def assert_close(got, want, tolerance=1e-5):
+  """Two trees have the same numbers, to a part of the largest of each array: one may be near 0."""
+  got, want = dict(flatten(got)), dict(flatten(want))
+  assert list(got) == list(want)
+  for key, x in want.items():
+    x, found = np.asarray(x, np.float64), np.asarray(got[key], np.float64)
+    atol = tolerance * np.abs(x).max(initial=0)
+    np.testing.assert_allclose(found, x, rtol=0, atol=atol, err_msg=key)
+
+
+def drawn(shapes, scale=1 / 4, seed=0):
+  """Numbers for a tree of shapes: normal, and around 1 for what scales and shifts.
+
+  jax.random would compile anew for every shape.
+  """
+  rng = np.random.default_rng(seed)
+
+  def draw(x):
+    z = rng.normal(size=x.shape)
+    return (scale * z if len(x.shape) > 1 else 1 + z / 10).astype(x.dtype)
+
+  return jax.tree.map(draw, shapes)
 
 
 def imported(*names):

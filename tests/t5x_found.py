@@ -8,6 +8,8 @@ import pathlib
 import sys
 from unittest import mock
 
+from checkout import ROOT, gin_flags
+
 _THREE = ("t5x", "airio", "jestimator")
 _HOME = pathlib.Path.home() / ".cache/nm-sparsity/t5x"
 NEEDED = ("seqio", "tensorflow", "gin", "fiddle", "cached_property", "clu", "tensorstore", "orbax")
@@ -50,13 +52,8 @@ def command_line(files, macros, devices=1) -> tuple[list[str], dict[str, str]]:
   """Flags of `python -m t5x.COMMAND` for gin files and macros, and the environment to run it in."""
   found = importlib.util.find_spec("t5x")
   assert found is not None and found.origin is not None
-  root, checkout = (
-    pathlib.Path(__file__).resolve().parents[1],
-    pathlib.Path(found.origin).parents[1],
-  )
-  here = [str(root), str(root / "tests")]
-  flags = [f"--gin_search_paths={','.join([*here, str(checkout)])}"]
-  flags += [f"--gin_file={f}" for f in files] + [f"--gin.{k}={v!r}" for k, v in macros.items()]
+  here = [str(ROOT), str(ROOT / "tests")]
+  flags = gin_flags(files, macros, [*here, pathlib.Path(found.origin).parents[1]])
   path = os.pathsep.join([*here, *filter(None, sys.path)])
   own = {"PYTHONPATH": path, "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(devices)}
   return flags, os.environ | own

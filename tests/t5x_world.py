@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import t5x_found
+from checkpoint_files import TINY_T5
 
 import nm_sparsity_jax as nms
 from nm_sparsity_jax.core.trees import flatten
@@ -22,8 +23,7 @@ MARKS = [pytest.mark.t5x, pytest.mark.filterwarnings("ignore")]
 if reason := t5x_found.why_not():
   pytest.skip(reason, allow_module_level=True)
 
-with warnings.catch_warnings(), jax.numpy_dtype_promotion("standard"):
-  warnings.simplefilter("ignore")
+with warnings.catch_warnings(action="ignore"), jax.numpy_dtype_promotion("standard"):
   import seqio  # noqa: F401  (for those who import this file)
   import t5x_task
   from t5x import adafactor, decoding, models, optimizers, partitioning, trainer, utils  # noqa: F401
@@ -76,11 +76,9 @@ def recipe(name, phases=PHASES, pattern="1:4", **fields):
   return nms.recipe(name, pattern=pattern, phases=phases, **fields)
 
 
-SIZES = dict(
-  vocab_size=384, emb_dim=16, num_heads=2, head_dim=8, mlp_dim=32, dropout_rate=0.0,
-  mlp_activations=("gelu", "linear"), logits_via_embedding=False, dtype="float32",
+SIZES = TINY_T5 | dict(
+  dropout_rate=0.0, mlp_activations=("gelu", "linear"), logits_via_embedding=False, dtype="float32",
 )  # fmt: skip
-ENC_DEC = dict(num_encoder_layers=1, num_decoder_layers=1)
 TWO = dict(num_encoder_layers=2, num_decoder_layers=2, scan_layers=True, remat_policy="full")
 
 
@@ -89,9 +87,9 @@ def of(module, **fields):
 
 
 NETWORKS = {
-  "t5": of(t5_network, **ENC_DEC),
+  "t5": of(t5_network),
   "scanned": of(scalable_network, **TWO),
-  "ours": of(network, **ENC_DEC),
+  "ours": of(network),
   "ours_scanned": of(network, **TWO),
 }
 OPTIMIZERS = {

@@ -1,28 +1,12 @@
-"""nm-sparsity bench: products and whole networks, dense and packed."""
+"""nm-sparsity bench: products, dense and packed. test_packed_runs.py has whole networks."""
 
-import functools
-import json
-
-import jax
 import numpy as np
 import pytest
 
-import nm_sparsity_jax as nms
 from nm_sparsity_jax import cli
 from nm_sparsity_jax.analysis import bench as benches
 from nm_sparsity_jax.analysis.bench import layers, timing
-from nm_sparsity_jax.core.packed import choice, cpu
-from nm_sparsity_jax.models.t5 import T5Config, Transformer
-
-
-def packed(network, *inputs, **more):
-  """Random parameters of a network, the feed-forward kernels packed at 1:8."""
-  init = functools.partial(network.init, **more)
-  shapes = jax.eval_shape(init, jax.random.key(0), *inputs)["params"]
-  rng = np.random.default_rng(0)
-  params = jax.tree.map(lambda x: rng.normal(0, 0.3, x.shape).astype(np.float32), shapes)
-  rules = nms.configure.rules({"ff": None}, "sr_ste", "1:8", 1)
-  return nms.inference_tree.pack_tree(nms.finalize(params, rules, 1), rules)[0]
+from nm_sparsity_jax.core.packed import cpu
 
 
 def test_a_product_is_the_best_dense_one_beside_the_packed_one(monkeypatch):
@@ -44,25 +28,9 @@ def test_a_product_changes_the_x_of_the_next_one():
     assert [float(product[0, 0]) for product in call()] == wanted
 
 
-def test_a_t5_reads_inputs_and_decodes_tokens(monkeypatch):
-  monkeypatch.setattr(choice, "speed", lambda *_: 2.0)  # no kernel so small stays packed else
-  sizes = dict(emb_dim=16, num_heads=2, head_dim=8, mlp_dim=32, vocab_size=64)
-  stacks = dict(num_encoder_layers=2, num_decoder_layers=2)
-  network, one = (
-    Transformer(T5Config.preset("t5_1_1", "tiny", **sizes, **stacks)),
-    np.ones((1, 1), np.int32),
-  )
-  tree = packed(network, one, one, one, enable_dropout=False)
-  found = benches.bench(network, tree, batch=2, inputs=5, tokens=3, turns=3)
-  read, decoded = found.timings
-  assert (read.what, decoded.what) == ("the inputs", "inputs and 3 tokens")
-  assert read.dense_bytes > read.packed_bytes > 0 and read.times == read.dense / read.packed
-
-
-def test_the_command_measures_shapes(monkeypatch, capsys):
+def test_the_command_measures_shapes(monkeypatch, capsys, command):
   monkeypatch.setattr(timing, "CACHE", 1 << 20)
-  assert cli.main(["bench", "--shapes", "16,8,1", "32,8,1", "--pattern", "1:16", "--json"]) == 0
-  found = json.loads(capsys.readouterr().out)
+  _, found = command("bench", "--shapes", "16,8,1", "32,8,1", "--pattern", "1:16")
   assert [t["dense_bytes"] for t in found["timings"]] == [16 * 8 * 4, 32 * 8 * 4]
   for wrong in ([], ["model", "--shapes", "16,8,1"]):
     with pytest.raises(SystemExit):

@@ -1,7 +1,6 @@
 """The command line itself, and gin-path from every kind of installation."""
 
 import importlib
-import os
 import pathlib
 import re
 import resource
@@ -11,23 +10,14 @@ import sys
 import zipfile
 
 import pytest
+from checkout import ROOT, python
 
 import nm_sparsity_jax
 from nm_sparsity_jax import cli
 
-ROOT = pathlib.Path(__file__).resolve().parents[1]
 DATA = ("gin_configs", "docs", "examples")  # what a wheel has inside the package
 LOOSE = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "LICENSE", "CITATION.cff")
 HEAVY = ("jax", "flax", "optax", "numpy", "tensorflow", "seqio", "t5x", "gin", "matplotlib")
-
-
-def python(code, *path, cwd=None, flags=()):
-  """Runs code in a new interpreter that sees `path` first; returns what it printed."""
-  env = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, path))}
-  command = [sys.executable, *flags, "-c", code]
-  done = subprocess.run(command, env=env, cwd=cwd, capture_output=True, text=True, check=False)
-  assert not done.returncode, done.stderr
-  return done.stdout
 
 
 def test_every_help_is_there_in_a_second_and_imports_nothing_heavy():
@@ -41,7 +31,7 @@ print([m for m in {HEAVY!r} if m in sys.modules])
 """
   # Not by the clock, which other programs on this machine may hold up.
   before = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime
-  out = python(code, ROOT)
+  out = python("-c", code)
   assert resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime - before < 1
   assert out.endswith("\n[]\n")
   for name in cli.COMMANDS:
@@ -116,11 +106,7 @@ def built(tmp_path_factory):
     "import setuptools.build_meta as b; print(b.build_wheel('out')); print(b.build_sdist('out'))"
   )
   # Compiling takes half a minute: tests/test_packed_dot.py does it.
-  env = os.environ | {"NM_SPARSITY_KERNELS": "0"}
-  done = subprocess.run(
-    [sys.executable, "-c", code], cwd=folder, capture_output=True, text=True, env=env, check=False
-  )
-  assert not done.returncode, done.stderr[-2000:]
+  python("-c", code, cwd=folder, NM_SPARSITY_KERNELS="0")
   return {path.suffix: path for path in (folder / "out").iterdir()}
 
 
@@ -131,7 +117,8 @@ site.addsitedir({str(site)!r})
 from nm_sparsity_jax import cli
 sys.exit(cli.main(['gin-path']))
 """
-  folder = pathlib.Path(python(code, cwd=site, flags=["-S"]).strip())  # not what tests run in
+  # Not what tests run in.
+  folder = pathlib.Path(python("-S", "-c", code, cwd=site, PYTHONPATH="").strip())
   for name in ("gin_configs/runs/t5x_finetune.gin", "CITATION.cff", "docs/sweep.md"):
     assert (folder / name).is_file()
   return folder

@@ -4,6 +4,7 @@ import dataclasses
 
 import numpy as np
 import pytest
+from test_every_recipe import CASES, OTHERS
 
 import nm_sparsity_jax as nms
 from nm_sparsity_jax.recipes import RECIPES
@@ -73,20 +74,14 @@ def test_the_setting_that_differs_from_a_checkpoint_is_named(macro, given):
 
 # --- the text of rules ----------------------------------------------------------------------------
 
-OTHERS = {
-  "pattern": nms.NM(2, 4), "phases": nms.Phases(total=21, finetune=4), "lam": 0.5, "beta": 0.25,
-  "k": 8, "batches": 2, "decoupled": True, "decay_kind": "linear", "gradient": "straight_through",
-  "path": ((1, "2:4", 1.0),),
-}  # fmt: skip
-
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_every_field_of_every_recipe_is_in_the_text_and_comes_back(name):
-  given = {"custom": CUSTOM}.get(name, {})
-  given |= {"decay_kind": "exponential"} if name.startswith("sdgf") else {}
-  base = configure.rules({"ff": None}, name, "1:4", fields=given, **STEPS).places["ff"]
+  decays = {"decay_kind": "linear"} if name.startswith("sdgf") else {}  # else beta has no use
+  base = dataclasses.replace(CASES[name].recipe, **decays)
+  others = OTHERS | {"phases": nms.Phases(total=21, finetune=4)}
   for field in dataclasses.fields(base):
-    other = nms.Rules({"ff": dataclasses.replace(base, **{field.name: OTHERS[field.name]})})
+    other = nms.Rules({"ff": dataclasses.replace(base, **{field.name: others[field.name]})})
     assert rules_text.parse(rules_text.describe(other)) == other, field.name
 
 

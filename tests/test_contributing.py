@@ -1,13 +1,11 @@
 """CONTRIBUTING says how to add a recipe, a role and a command; here each is added to a copy."""
 
-import os
-import pathlib
+import functools
 import re
 import shutil
-import subprocess
-import sys
 
-ROOT = pathlib.Path(__file__).resolve().parents[1]
+from checkout import ROOT, python
+
 PROGRAM = """
 import jax.numpy as jnp
 import nm_sparsity_jax as nms
@@ -40,14 +38,7 @@ def test_a_newcomer_adds_a_recipe_a_role_and_a_command(tmp_path):
     assert text.count(f"{above}\n") == 1, f"{name} lacks {above}"
     (tmp_path / name).write_text(text.replace(f"{above}\n", f"{above}\n{new}\n"))
 
-  def run(*words):
-    done = subprocess.run(
-      [sys.executable, *words], cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(tmp_path)},
-      capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    assert not done.returncode, done.stdout[-3000:] + done.stderr[-3000:]
-    return done.stdout
-
+  run = functools.partial(python, cwd=tmp_path, PYTHONPATH=str(tmp_path))
   assert "hello reader" in run("-c", PROGRAM)
   suite = run(
     "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", "-k", "yours", "tests"

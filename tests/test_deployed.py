@@ -1,30 +1,29 @@
 """Whole trees with packed kernels: what is packed, and networks that run on them."""
 
+import functools
 import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from reference_arrays import assert_close, drawn
+from test_packed_dot import there
 
 import nm_sparsity_jax as nms
 from nm_sparsity_jax.core import packed as packing
-from nm_sparsity_jax.core.packed import choice, cpu
+from nm_sparsity_jax.core.packed import choice
 from nm_sparsity_jax.deploy import inference_tree
 from nm_sparsity_jax.models import resnet, swin, vit
 from nm_sparsity_jax.models.t5 import T5Config, Transformer
 from nm_sparsity_jax.trainer.workloads import decoding
 
-
-def one_shot(pattern):
-  return nms.recipe("sr_ste", pattern=pattern, phases=nms.Phases(total=1))
+rules_of = functools.partial(nms.configure.rules, recipe="sr_ste", sparse_steps=1)
 
 
 def finalized(shapes, rules, scale=0.3):
   """Values for a tree of shapes, n:m; compiles nothing."""
-  rng = np.random.default_rng(0)
-  params = jax.tree.map(lambda x: rng.normal(0, scale, x.shape).astype(np.float32), shapes)
-  return jax.tree.map(np.asarray, nms.finalize(params, rules, 0, early=True))
+  return jax.tree.map(np.asarray, nms.finalize(drawn(shapes, scale), rules, 1))
 
 
 # --- what is packed -------------------------------------------------------------------------------
@@ -40,7 +39,7 @@ def finalized(shapes, rules, scale=0.3):
   ],
 )
 def test_what_is_packed_and_why_not(path, shape, pattern, axis, why):
-  rules = nms.Rules({path: one_shot(pattern)}, axes={path: axis})
+  rules = rules_of({path: pattern}, axes={path: axis})
   shapes = {
     path: jax.ShapeDtypeStruct(shape, jnp.bfloat16),
     "bias": jax.ShapeDtypeStruct((8,), "f4"),
@@ -53,23 +52,15 @@ def test_what_is_packed_and_why_not(path, shape, pattern, axis, why):
 
 # --- networks -------------------------------------------------------------------------------------
 
-HERE = [
-  "xla_scan",
-  pytest.param("cpu_ffi", marks=pytest.mark.skipif(bool(cpu.missing()), reason=cpu.missing())),
-]
-RULES = nms.Rules({"ff": one_shot("1:8"), "q": one_shot("2:4"), "o": one_shot("1:4")})
-CONVS = nms.Rules({"conv": one_shot("1:4"), "head": one_shot("1:4")})
+RULES = rules_of({"ff": "1:8", "q": "2:4", "o": "1:4"})
+CONVS = rules_of({"conv": "1:4", "head": "1:4"})
 
 
-@pytest.fixture(params=HERE)
+@pytest.fixture(params=["xla_scan", pytest.param("cpu_ffi", marks=there)])
 def backend(request, monkeypatch):
   """What layers take, whatever the table has."""
   monkeypatch.setattr(choice, "best", lambda *args, **kwargs: request.param)
   return request.param
-
-
-def assert_close(got, want):
-  np.testing.assert_allclose(got, want, rtol=0, atol=1e-5 * max(np.abs(want).max(), 1))
 
 
 def test_a_packed_t5_says_what_the_finalized_one_says(backend):

@@ -23,6 +23,7 @@ import pytest
 import t5x_found
 import tasks_found
 import test_report
+from checkout import ROOT
 
 import nm_sparsity_jax as nms
 from nm_sparsity_jax import cli
@@ -30,7 +31,6 @@ from nm_sparsity_jax.cli import _local, bench
 from nm_sparsity_jax.integrations import gin_files
 from nm_sparsity_jax.recipes import RECIPES, registry
 
-ROOT = pages.ROOT
 BLOCKS = pages.blocks()
 RUNS = [b for b in BLOCKS if b.language == "sh" and "--gin_file=" in b.code]
 needs_seqio = pytest.mark.skipif(

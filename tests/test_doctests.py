@@ -2,16 +2,15 @@
 
 import doctest
 import importlib
-import pathlib
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from checkout import ROOT
 
 import nm_sparsity_jax as nms
 
-ROOT = pathlib.Path(__file__).resolve().parents[1]
 FILES = [file.relative_to(ROOT) for file in sorted((ROOT / "nm_sparsity_jax").rglob("*.py"))]
 MODULES = [".".join(file.with_suffix("").parts) for file in FILES if ">>> " in file.read_text()]
 NAMES = {"jax": jax, "jnp": jnp, "np": np, "nms": nms, "NM": nms.NM}
@@ -20,11 +19,10 @@ NAMES |= {"Phases": nms.Phases, "pack": nms.packed.pack}
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", MODULES)
-def test_examples(name):
+def test_examples(name, as_users_compute):
   try:
     module = importlib.import_module(name)
   except ImportError as e:
     pytest.skip(str(e))
-  with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-    found = doctest.testmod(module, extraglobs=NAMES, optionflags=doctest.ELLIPSIS)
-    assert not found.failed
+  found = doctest.testmod(module, extraglobs=NAMES, optionflags=doctest.ELLIPSIS)
+  assert not found.failed

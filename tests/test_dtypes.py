@@ -18,11 +18,6 @@ FORMATS = {
 }
 
 
-def rules(pattern):
-  recipe = nms.recipe("sr_ste", pattern=pattern, phases=nms.Phases(total=1))
-  return nms.Rules({".*": recipe})
-
-
 @pytest.mark.parametrize("name", FORMATS)
 def test_verify_knows_each_pattern(name):
   """NaN in float8_e8m0fnu is not a zero, and -0.0 in float4_e2m1fn is one."""
@@ -31,6 +26,7 @@ def test_verify_knows_each_pattern(name):
   pattern = np.arange(256) % (1 << width)  # without the high bits of a short one
   is_used = np.array([p not in zeros for p in pattern])
   twice = {"a": {"kernel": np.stack([values, values])}}  # each column is one group: x, x
-  (found,) = nms.verify(twice, rules("1:2")).sites
+  rules = nms.configure.rules({".*": "1:2"}, "sr_ste", sparse_steps=1)
+  (found,) = nms.verify(twice, rules).sites
   assert (found.bad_groups, found.density) == (is_used.sum(), is_used.mean())
   assert found.not_finite == 2 * sum(p in not_finite for p in pattern)

@@ -1,13 +1,13 @@
 """Checkpoints in files of timm, Hugging Face and without zeros: written, proven, read, started."""
 
-import json
+import functools
 import pathlib
 
 import jax
-import numpy as np
 import pytest
 import test_huggingface as t5
 import test_weights as images
+from checkpoint_files import save
 
 import nm_sparsity_jax as nms
 from nm_sparsity_jax import cli
@@ -31,22 +31,8 @@ from nm_sparsity_jax.training import rules_text
 RULES = {"ff": "1:4", "qkv": "2:8", "o": "1:4"}  # of a T5
 
 
-def recipe(pattern):
-  return nms.recipe("sr_ste", pattern=pattern, phases=nms.Phases(total=7))
-
-
-RULES_OF_T5 = nms.Rules({place: recipe(pattern) for place, pattern in RULES.items()})
-
-
-def save(folder, variables, rules):
-  """Writes checkpoint_7 as the local runner lays it out, at the end of its schedule."""
-  tree = {"target": variables["params"], "state": {"step": np.int32(7)}, "flax_mutables": {}}
-  if "batch_stats" in variables:
-    tree["flax_mutables"]["batch_stats"] = variables["batch_stats"]
-  if rules is not None:
-    text = np.asarray(rules_text.pack(rules_text.describe(rules)))
-    tree["flax_mutables"]["nm_sparsity"] = {"step": np.int32(7), "rules": text}
-  checkpoint.write(f"{folder}/checkpoint_7", {key: np.asarray(x) for key, x in flatten(tree)})
+rules_of = functools.partial(nms.configure.rules, recipe="sr_ste", sparse_steps=7)
+RULES_OF_T5 = rules_of(RULES)
 
 
 def with_zeros(variables, rules):
@@ -77,30 +63,16 @@ def run(*argv):
   return cli.main([*map(str, argv)])
 
 
-def refused(capsys, *argv):
-  """The one line of a command that fails."""
-  capsys.readouterr()
-  assert run(*argv) == 1
-  (line,) = capsys.readouterr().err.splitlines()
-  return line
-
-
-def report_of(capsys, *argv):
-  capsys.readouterr()
-  assert run(*argv, "--json") == 0
-  return json.loads(capsys.readouterr().out)
-
-
 both = pytest.mark.parametrize("name, scan", [("v1_0", False), ("v1_1", True)])
 
 # --- images -------------------------------------------------------------------------------------
 
 
 @images.tiny
-def test_export_writes_timms_names_with_the_zeros_and_proves_them(name, tmp_path, capsys):
+def test_export_writes_timms_names_with_the_zeros_and_proves_them(name, tmp_path, command):
   variables = written(tmp_path / "run", name)
   file = tmp_path / "model.safetensors"
-  report = report_of(capsys, "export", tmp_path / "run", file)
+  _, report = command("export", tmp_path / "run", file)
   assert report["ok"]
   assert len(report["sites"]) > 5 and not any(p["bad_groups"] for p in report["sites"])
   images.assert_same(timm.read(file), variables)
@@ -108,7 +80,7 @@ def test_export_writes_timms_names_with_the_zeros_and_proves_them(name, tmp_path
   first, second = images.PLACES[name]
   assert run("verify", file, "--rules", {first: "1:4", second: "2:8"}) == 0
   assert run("verify", file, "--rules", {first: "1:8"}) == 1
-  assert "holds no rules" in refused(capsys, "verify", file)
+  assert "holds no rules" in command("verify", file)[1]
 
 
 def test_a_file_is_compared_by_its_header(tmp_path, monkeypatch):
@@ -127,10 +99,10 @@ def test_a_file_is_compared_by_its_header(tmp_path, monkeypatch):
 
 
 @both
-def test_export_writes_a_folder_with_the_zeros_and_proves_them(name, scan, tmp_path, capsys):
+def test_export_writes_a_folder_with_the_zeros_and_proves_them(name, scan, tmp_path, command):
   params = written_t5(tmp_path / "run", name, scan_layers=scan)
   out = tmp_path / "model"
-  report = report_of(capsys, "export", tmp_path / "run", out)
+  _, report = command("export", tmp_path / "run", out)
   assert report["ok"]
   assert len(report["sites"]) > 10 and not any(p["bad_groups"] for p in report["sites"])
   t5.assert_same(huggingface.read(out, t5.config_of_name(name, scan_layers=scan)), params)
@@ -148,12 +120,12 @@ def dense(tmp_path_factory):
   return folder / "hf", folder / "start/checkpoint_0"
 
 
-def test_weights_do_not_tell_the_activation_so_you_may(dense, tmp_path, capsys):
+def test_weights_do_not_tell_the_activation_so_you_may(dense, tmp_path, command):
   argv = ["export", dense[1], tmp_path / "model", "--feed-forward"]
   assert run(*argv, "gated-silu") == 0
   assert huggingface.config_in(tmp_path / "model").mlp_activations == ("silu", "linear")
   argv[2] = tmp_path / "other"
-  assert "feed_forward_proj is 'gelu'" in refused(capsys, *argv, "gelu")
+  assert "feed_forward_proj is 'gelu'" in command(*argv, "gelu")[1]
 
 
 def test_a_folder_is_pruned_by_finalize_and_export(tmp_path):
@@ -196,7 +168,7 @@ def assert_holds(file, tree):
 
 
 @both
-def test_a_t5_is_packed_and_proven(name, scan, tmp_path, capsys):
+def test_a_t5_is_packed_and_proven(name, scan, tmp_path, capsys, command):
   params = written_t5(tmp_path / "run", name, scan_layers=scan)
   file = tmp_path / "new" / "model.safetensors"
   assert run("pack", tmp_path / "run", file) == 0
@@ -205,16 +177,15 @@ def test_a_t5_is_packed_and_proven(name, scan, tmp_path, capsys):
   row = next(line for line in capsys.readouterr().out.splitlines() if "/mlp/" in line)
   assert " 1:4 " in row and " 3.76x " in row  # as docs/deploy.md has it
   assert run("verify", file) == 0 and "own rules" in capsys.readouterr().out
-  assert "trained with the rules" in refused(capsys, "verify", file, "--rules", "{'ff': '1:8'}")
+  assert "trained with the rules" in command("verify", file, "--rules", "{'ff': '1:8'}")[1]
 
 
-def test_a_resnet_is_packed_with_its_state(tmp_path, capsys):
+def test_a_resnet_is_packed_with_its_state(tmp_path, command):
   rules = {"head": "1:4", "conv": "1:4"}
-  made = nms.Rules({place: recipe(pattern) for place, pattern in rules.items()})
-  variables = with_zeros(images.variables_of("resnet_test"), made)
+  variables = with_zeros(images.variables_of("resnet_test"), rules_of(rules))
   save(tmp_path / "run", variables, None)
   file = tmp_path / "model.safetensors"
-  report = report_of(capsys, "pack", tmp_path / "run", file, "--rules", rules)
+  _, report = command("pack", tmp_path / "run", file, "--rules", rules)
   assert assert_holds(file, variables)[1] == 1
   assert report["packed"].keys() == {"fc/kernel"}
   assert "(in, out)" in report["dense"]["layer1_0/conv1/kernel"]
@@ -226,8 +197,8 @@ def test_a_resnet_is_packed_with_its_state(tmp_path, capsys):
 def test_rules_of_a_stack_become_those_of_its_layers(tmp_path):
   """The other rule's axis stays: its kernel is in no stack."""
   stack = r"encoder/encoder/mlp/w[io]\w*/kernel"
-  places = {stack: recipe("1:4"), "decoder/logits_dense/kernel": recipe("1:2")}
-  rules = nms.Rules(places, axes={stack: 0, "decoder/logits.*": 0})
+  places = {stack: "1:4", "decoder/logits_dense/kernel": "1:2"}
+  rules = rules_of(places, axes={stack: 0, "decoder/logits.*": 0})
   variables = with_zeros({"params": t5.params_of("v1_1", scan_layers=True)}, rules)
   save(tmp_path, variables, None)
   file = tmp_path / "model.safetensors"
@@ -245,17 +216,18 @@ def test_rules_of_a_stack_become_those_of_its_layers(tmp_path):
 # --- what is refused ----------------------------------------------------------------------------
 
 
-def test_what_cannot_be_written_is_one_line(dense, tmp_path, capsys):
+def test_what_cannot_be_written_is_one_line(dense, tmp_path, command):
   written(tmp_path / "vit", "vit_test", finalized=False)
   (tmp_path / "there").mkdir()
   before = sorted(tmp_path.rglob("*"))
   rules = ["--rules", RULES]
-  for command, source, out, flags, word in (
+  for name, source, out, flags, word in (
     ("export", tmp_path / "vit", "m.safetensors", [], "is not n:m"),
     ("export", dense[1], "model.safetensors", rules, "name a folder for a T5"),
     ("export", dense[1], "there", [], "is there already"),
     ("pack", tmp_path / "vit", "m.safetensors", [], "is not 2:8 along axis 0"),
     ("pack", dense[1], "m.safetensors", ["--rules", "{'ff': '8:8'}"], "nothing can be packed"),
   ):
-    assert word in refused(capsys, command, source, tmp_path / out, *flags)
+    code, text = command(name, source, tmp_path / out, *flags)
+    assert code == 1 and word in text and text.count("\n") == 1, text
   assert sorted(tmp_path.rglob("*")) == before

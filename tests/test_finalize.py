@@ -1,18 +1,15 @@
 """nm-sparsity verify and finalize: proof, exact zeros, and nothing left behind where they fail."""
 
-import json
 import os
-import subprocess
-import sys
 
 import jax
 import ml_dtypes
 import numpy as np
 import pytest
+from checkout import python
 from checkpoint_files import WRITERS, load, write_orbax
 
 import nm_sparsity_jax as nms
-from nm_sparsity_jax import cli
 from nm_sparsity_jax.core.trees import flatten, nested
 from nm_sparsity_jax.training import configure, rules_text
 
@@ -57,18 +54,6 @@ class Run:
   def write(self, folder, kind="Orbax"):
     step = int(self.tree["state"]["step"])
     return WRITERS[kind](folder / f"checkpoint_{step}", self.tree)
-
-
-@pytest.fixture
-def command(capsys):
-  """Runs a command: (exit code, JSON or, where that fails, the message)."""
-
-  def call(*argv):
-    code = cli.main([*map(str, argv), "--json"])
-    out, err = capsys.readouterr()
-    return code, json.loads(out) if out else err
-
-  return call
 
 
 @pytest.mark.parametrize(
@@ -226,7 +211,6 @@ print(peak() - before)
 
 @pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="needs Linux")
 def test_verify_holds_one_array_at_a_time(tmp_path):
-  steady = os.environ | {"MALLOC_ARENA_MAX": "2"}  # else glibc keeps a heap for each thread
-  command = [sys.executable, "-c", MEASURED, str(tmp_path)]
-  done = subprocess.run(command, capture_output=True, text=True, check=True, env=steady)
-  assert float(done.stdout) < 4 * KERNELS  # megabytes
+  # Else glibc keeps a heap for each thread.
+  more = float(python("-c", MEASURED, tmp_path, MALLOC_ARENA_MAX="2"))
+  assert more < 4 * KERNELS  # megabytes

@@ -3,11 +3,10 @@
 import json
 import math
 import pathlib
-import subprocess
-import sys
 
 import pytest
 import test_report
+from checkout import python
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -166,19 +165,17 @@ def test_seqios_loggers_write_what_is_read(tmp_path):
   assert found[1] == pytest.approx(found[0]) and found[2] == pytest.approx(found[0])
 
 
-def test_the_command_prints_the_report_and_needs_no_t5x(write):
-  run, code = (
-    write(SR_STE),
-    """
+SCORE = """
 import sys
 from nm_sparsity_jax import cli
 assert cli.main(["glue", "score", sys.argv[1]]) == 0
 assert cli.main(["glue", "score", sys.argv[1], "--json"]) == 0
 assert not {"tensorflow", "seqio", "gin", "t5x"} & {*sys.modules}
-""",
-  )
-  command = [sys.executable, "-c", code, run]
-  done = subprocess.run(command, capture_output=True, text=True, check=True)
-  text, _, found = done.stdout.partition("{")
+"""
+
+
+def test_the_command_prints_the_report_and_needs_no_t5x(write):
+  run = write(SR_STE)
+  text, _, found = python("-c", SCORE, run).partition("{")
   assert "CoLA     48.1 @ 1,000, published 48.1 (+0)" in text
   assert json.loads("{" + found) == scores.score([run])

@@ -4,9 +4,7 @@ import dataclasses
 import json
 import zipfile
 
-import jax
 import pytest
-import t5x_found
 
 from nm_sparsity_jax import cli
 from nm_sparsity_jax.analysis.scores import submission
@@ -141,36 +139,3 @@ def test_a_broken_line_is_one_line_of_error(line, word, tmp_path, call):
 def test_what_is_no_prediction_of_glue_is_refused(tmp_path, call):
   (tmp_path / "nm_glue_mini_rte-predict.jsonl").write_text("")
   assert "no prediction files" in call(tmp_path, code=1)[0]
-
-
-# --- T5X ------------------------------------------------------------------------------------------
-
-
-@pytest.mark.t5x
-@pytest.mark.filterwarnings("ignore")
-def test_what_t5x_writes_is_read(tmp_path):
-  if reason := t5x_found.why_not():
-    pytest.skip(reason)
-  import numpy as np
-  import seqio
-  import tensorflow as tf
-
-  with jax.numpy_dtype_promotion("standard"):
-    from t5x import infer
-
-  rows = [(2, "entailment"), (0, "é"), (1, "not_entailment")]
-  data = tf.data.Dataset.from_tensor_slices(
-    {
-      "idx": tf.constant([i for i, _ in rows], tf.int32),
-      "inputs": tf.constant([[3, 4]] * 3),
-      "inputs_pretokenized": ["rte a", "rte b", "rte c"],
-    }
-  )
-  vocabulary = seqio.ByteVocabulary()
-  tokens = [np.array(vocabulary.encode(word)) for _, word in rows]
-  file = tmp_path / name_of("rte")
-  infer.write_inferences_to_file(
-    str(file), (tokens, {}), data, "predict", vocabulary,
-    input_fields_to_include=["idx", "inputs_pretokenized"],
-  )  # fmt: skip
-  assert list(submission.read(file)) == rows

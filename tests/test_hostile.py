@@ -14,6 +14,7 @@ import zlib
 import numpy as np
 import pytest
 import test_finalize
+import test_report
 
 from nm_sparsity_jax import cli
 from nm_sparsity_jax.core.files import whole
@@ -23,20 +24,11 @@ from nm_sparsity_jax.training import rules_text
 
 pytest.importorskip("orbax.checkpoint", reason="checkpoints are Orbax's: pip install -e '.[dev]'")
 
-RUN = {
-  "config.gin": "RECIPE = 'sr_ste'\nPATTERN = '1:4'\nSPARSITY_RULES = {'ff': None}\n"
-  "SPARSE_STEPS = 10\nDENSE_STEPS = 0\nFINETUNE_STEPS = 2\n",
-  "run.json": '{"start": 0, "processes": []}',
-  "evaluations.json": '[{"step": 10, "loss": {"a": 1.0}}]',
-  "train/metrics.jsonl": '{"step": 1, "loss": 0.5}\n{"step": 2, "loss": 0.25}\n',
-  "inference_eval/nm_glue_rte-metrics.jsonl": '{"step": 10, "accuracy": 50.0}\n',
-}
-
 
 def a_run(folder):
-  for name, text in RUN.items():
-    (folder / name).parent.mkdir(parents=True, exist_ok=True)
-    (folder / name).write_text(text)
+  test_report.local(folder, {1: {"a": 0.5}, 100: {"a": 1.0}})
+  scores = [{"step": 100, "accuracy": 50.0}]
+  test_report.lines(folder / "inference_eval/nm_glue_rte-metrics.jsonl", scores)
   return ["report", folder, "--out", folder / "report.html"]
 
 
@@ -127,6 +119,7 @@ def test_of_two_writers_the_second_replaces_nothing_that_was_to_be_kept(tmp_path
   assert path.read_text() == "theirs" and [*tmp_path.iterdir()] == [path]
   with whole(path, replace=True) as unfinished:
     unfinished.write_text("mine")
+    assert path.read_text() == "theirs"  # so a kill leaves it
   assert path.read_text() == "mine"
 
 

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from reference_arrays import Reference, assert_same, imported
+from reference_arrays import Reference, assert_close, assert_same, imported
 
 from nm_sparsity_jax.deploy import huggingface, safetensors_file
 from nm_sparsity_jax.deploy.huggingface import config_of, shapes_of
@@ -38,11 +38,6 @@ def folder_of(name, path):
   return path
 
 
-def assert_close(got, want, what):
-  error = np.abs(np.asarray(got, np.float64) - want).max()
-  assert error < 1e-4, f"{what}: {error:.1e}"
-
-
 # --- what transformers computes -------------------------------------------------------------------
 
 
@@ -55,7 +50,7 @@ def test_logits_and_greedy_generations_are_those_of_transformers(name, scan):
   x, y = jnp.asarray(reference.inputs(name)), jnp.asarray(reference.targets(name))
   apply = jax.jit(functools.partial(net.apply, enable_dropout=False))
   logits = apply({"params": params}, x, jnp.asarray(reference.shifted(y)), y)
-  assert_close(logits, known.arrays[f"{name}/logits"], "logits")
+  assert_close(logits, known.arrays[f"{name}/logits"])
   if not scan:
     ids = jax.jit(lambda p: decoding.greedy(net, p, x, reference.NEW_TOKENS)[0])(params)
     np.testing.assert_array_equal(ids, known.arrays[f"{name}/ids"])
@@ -75,7 +70,7 @@ def test_transformers_loads_what_we_write_and_we_read_what_it_saves(name, tmp_pa
   kept = {key: x.detach().numpy() for key, x in net.named_parameters()}
   assert_same({key: kept[key] for key in names_of(name)}, tensors_of(name))
   logits, ids = reference.run(torch, net, name)
-  assert_close(logits, known.arrays[f"{name}/logits"], "logits")
+  assert_close(logits, known.arrays[f"{name}/logits"])
   np.testing.assert_array_equal(ids, known.arrays[f"{name}/ids"])
   reference.network(torch, transformers, name).save_pretrained(tmp_path / "theirs")
   assert_same(huggingface.read(tmp_path / "theirs", config_of_name(name)), params_of(name))

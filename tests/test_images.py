@@ -10,6 +10,7 @@ from unittest import mock
 
 import numpy as np
 import pytest
+from reference_arrays import assert_same
 
 from nm_sparsity_jax.trainer.images import augment, readers, rebus
 
@@ -60,14 +61,9 @@ def make(request, pets, tfds):
   return lambda: readers.find(data, batch_size=3, **how)
 
 
-def same(one, other):
-  for name in one:
-    np.testing.assert_array_equal(one[name], other[name])
-
-
 def test_batch_i_is_a_function_of_seed_and_i(make):
   whole = list(itertools.islice(make().train(5, 0), 7))
-  same(next(make().train(5, 4)), whole[4])
+  assert_same(next(make().train(5, 4)), whole[4])
   others = [next(make().train(6, 4)), next(make().train(4, 5))]
   rows = [row.tobytes() for batch in (*whole, *others) for row in batch["image"]]
   assert len(set(rows)) == len(rows)  # a picture that comes again is drawn otherwise
@@ -132,7 +128,7 @@ def test_workers_read_what_one_process_reads(pets):
   make = lambda workers: readers.find(str(pets), size=16, batch_size=2, crop=0.2, workers=workers)
   ahead = make(2).train(1, 3)
   for one, other in zip(itertools.islice(make(0).train(1, 3), 4), ahead, strict=False):
-    same(one, other)
+    assert_same(one, other)
   assert multiprocessing.active_children()
   del ahead
   assert not multiprocessing.active_children()

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import linen as nn
-from reference_arrays import assert_same
+from reference_arrays import assert_same, drawn
 
 import nm_sparsity_jax as nms
 from nm_sparsity_jax.core.trees import flatten
@@ -100,8 +100,7 @@ def test_sparse_layers_are_the_dense_ones_on_sparsified_parameters(kind):
   sparse, dense, x = block(kind, layer_rules), block(kind, None), normal(2, 2, 3, 16)
   empty = dict(jax.eval_shape(sparse.init, jax.random.key(0), x, None))
   shapes = empty.pop("params")
-  rng = np.random.default_rng(1)
-  params = jax.tree.map(lambda s: jnp.asarray(rng.normal(size=s.shape) / 8, jnp.float32), shapes)
+  params = jax.tree.map(jnp.asarray, drawn(shapes, 1 / 8))
   state = nms.init_state(params, rules)
   assert {p: m.shape for p, m in flatten(empty[layers.STATE_COLLECTION])} == {
     p: m.shape for p, m in flatten(state["mask"])

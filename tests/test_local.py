@@ -5,7 +5,6 @@ import gc
 import itertools
 import json
 import os
-import pathlib
 import resource
 import shutil
 import signal
@@ -17,7 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from checkpoint_files import read
+from checkout import gin_flags, read_lines
+from checkpoint_files import TINY_T5, read
 from reference_arrays import assert_same
 
 import nm_sparsity_jax as nms
@@ -32,8 +32,7 @@ pytest.importorskip("seqio", reason="the local runner needs seqio: pip install -
 # seqio, TensorFlow, clu and Orbax warn on their own account.
 pytestmark = pytest.mark.filterwarnings("ignore")
 
-with warnings.catch_warnings():
-  warnings.simplefilter("ignore")
+with warnings.catch_warnings(action="ignore"):
   import t5x_task  # registers the task
 
   from nm_sparsity_jax.trainer import checkpoints, data, evaluation, step, train
@@ -41,10 +40,6 @@ with warnings.catch_warnings():
   from nm_sparsity_jax.trainer.workloads.t5 import T5
 
 LENGTHS = {"inputs": 8, "targets": 8}
-SIZES = dict(
-  vocab_size=384, emb_dim=16, num_heads=2, num_encoder_layers=1, num_decoder_layers=1, head_dim=8,
-  mlp_dim=32,
-)  # fmt: skip
 # 8 dense steps, 3 levels until 20, then the target.
 IDP = dict(recipe="idp", pattern="1:8", sparse_steps=24, dense_steps=8, finetune_steps=4)
 SR_STE = dict(recipe="sr_ste", pattern="1:4", dense_steps=0, fields={"lam": 0.5})
@@ -80,7 +75,7 @@ def model_of(
   source = source or source_of()
   key = repr((devices, partitions, dropout, dtype, source, places, sorted(rules.items())))
   if key not in MODELS:
-    config = network.T5Config.preset("t5_1_1", "tiny", **SIZES, dropout_rate=dropout, dtype=dtype)
+    config = network.T5Config.preset("t5_1_1", "tiny", **TINY_T5, dropout_rate=dropout, dtype=dtype)
     rules = configure.rules(places, **(IDP | rules))
     family = T5(network.Transformer(config), source)
     chosen = jax.devices()[:devices]
@@ -116,7 +111,7 @@ def at_step(number, do):
 
 
 def lines(folder, room="train"):
-  return [json.loads(x) for x in (folder / room / "metrics.jsonl").read_text().splitlines()]
+  return read_lines(folder / room / "metrics.jsonl")
 
 
 # --- the thread --------------------------------------------------------------------------------
@@ -150,7 +145,7 @@ def test_learns_dense_then_sparse_from_that_checkpoint(tmp_path):
 
   # What seqio would have written.
   (scores,) = (sparse / "inference_eval").glob("nm_test_sort-metrics.jsonl")
-  scores = [json.loads(x) for x in scores.read_text().splitlines()]
+  scores = read_lines(scores)
   assert [x["step"] for x in scores] == [140, 160, 180]
   assert scores[-1]["letters"] == found[180]["metrics"]["nm_test_sort"]["letters"] > 0.2
   checkpoint = str(sparse / "checkpoint_180")
@@ -158,8 +153,7 @@ def test_learns_dense_then_sparse_from_that_checkpoint(tmp_path):
 
   # `infer` writes what was judged there.
   train.infer(model, EVALUATION, checkpoint, str(tmp_path / "i"))
-  text = (tmp_path / "i/nm_test_sort-predict.jsonl-00000-of-00001").read_text()
-  rows = [json.loads(x) for x in text.splitlines()]
+  rows = read_lines(tmp_path / "i/nm_test_sort-predict.jsonl-00000-of-00001")
   targets = ["".join(sorted(x["inputs"]["inputs_pretokenized"])) for x in rows]
   letters = t5x_task.letters_in_place(targets, [x["prediction"] for x in rows])
   assert letters == {"letters": scores[-1]["letters"]} and len(rows) == 32
@@ -302,12 +296,8 @@ def test_a_removal_that_is_cut_off_leaves_no_checkpoint(tmp_path, monkeypatch):
 
 
 def command(*names, **macros):
-  root = pathlib.Path(__file__).resolve().parents[1]
-  files = [f"gin_configs/runs/{name}" for name in names] + ["tests/local_tiny.gin"]
-  return [
-    f"--gin_search_paths={root}", *(f"--gin_file={name}" for name in files),
-    *(f"--gin.{name}={value!r}" for name, value in macros.items()),
-  ]  # fmt: skip
+  files = [f"gin_configs/runs/{name}" for name in names]
+  return gin_flags([*files, "tests/local_tiny.gin"], macros)
 
 
 @pytest.mark.parametrize(

@@ -14,9 +14,8 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # seqio, TensorFlow, clu and 
 if reason := tasks_found.why_not():
   pytest.skip(reason, allow_module_level=True)
 
-with warnings.catch_warnings():
-  warnings.simplefilter("ignore")
-  from test_local import command  # (it skips as well)
+with warnings.catch_warnings(action="ignore"):
+  from test_local import command as flags  # (it skips as well)
 
 # Another size of the data, by gin alone; two tasks of the mixture's, since each costs a second.
 TASK = """
@@ -41,20 +40,19 @@ def as_imported():
   tasks_found.register_again()
 
 
-def test_train_score_infer(tmp_path, capsys):
+def test_train_score_infer(tmp_path, command):
   task, run, out = tmp_path / "task.gin", tmp_path / "run", tmp_path / "predictions"
   task.write_text(TASK)
   call = lambda name, *files, **macros: cli.main(
-    [name, *command(*files, **macros), f"--gin_file={task}"]
+    [name, *flags(*files, **macros), f"--gin_file={task}"]
   )
   few = dict(BATCH_SIZE=8, EVAL_PERIOD=4, METRICS_EVERY=None)
   assert (
     call("train", "local_train.gin", "local_adamw.gin", MODEL_DIR=str(run), **RULES, **few) == 0
   )
 
-  capsys.readouterr()
-  assert cli.main(["glue", "score", str(run), "--checkpoint", "last", "--json"]) == 0
-  (row,) = json.loads(capsys.readouterr().out)["runs"]
+  _, found = command("glue", "score", run, "--checkpoint", "last")
+  (row,) = found["runs"]
   last = json.loads((run / "evaluations.json").read_text())[-1]["metrics"]
   assert {task: c["values"] for task, c in row["columns"].items()} == last
   assert {c["step"] for c in row["columns"].values()} == {4}

@@ -1,7 +1,6 @@
 """Either engine opens the other's checkpoints, and says the same of them."""
 
 import functools
-import json
 import pathlib
 
 import jax
@@ -9,6 +8,7 @@ import jax.numpy as jnp
 import optax
 import pytest
 import t5x_world
+from checkout import read_lines
 from t5x_world import (
   Devices,
   assert_equal,
@@ -33,7 +33,7 @@ IDP = dict(recipe="idp", pattern="1:8", sparse_steps=24, dense_steps=8, finetune
 
 def scores_in(folder):
   (path,) = (folder / "inference_eval").glob("nm_test_sort-metrics.jsonl")
-  return [json.loads(line) for line in path.read_text().splitlines()]
+  return read_lines(path)
 
 
 @pytest.fixture(scope="module")
@@ -78,7 +78,7 @@ def test_t5x_evaluates_a_local_checkpoint_as_a_dense_one(ran, tmp_path):
   assert got == want and got["step"] == 13
   # Not only the score: every prediction.
   name = "inference_eval/nm_test_sort-000013.jsonl"
-  predictions = lambda f: [json.loads(x)["prediction"] for x in (f / name).read_text().splitlines()]
+  predictions = lambda folder: [x["prediction"] for x in read_lines(folder / name)]
   assert predictions(tmp_path / "a") == predictions(tmp_path / "t5x")
   assert len(set(predictions(tmp_path / "a"))) > 3
 

@@ -15,8 +15,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # TensorFlow and seqio, on th
 if reason := tasks_found.why_not():
   pytest.skip(reason, allow_module_level=True)
 
-with warnings.catch_warnings():
-  warnings.simplefilter("ignore")
+with warnings.catch_warnings(action="ignore"):
   from t5x_tasks import mini, vocabulary
 
 FEW = {"train": 40}

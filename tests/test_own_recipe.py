@@ -5,20 +5,19 @@ The module lies in a folder of its own. A gin file imports it, or the flag --imp
 
 import json
 import os
-import pathlib
 import shutil
 import subprocess
 import sys
 
 import numpy as np
 import pytest
+from checkout import ROOT, gin_flags
 
 from nm_sparsity_jax import cli
 from nm_sparsity_jax.runs import checkpoint
 
 pytest.importorskip("tensorboard", reason="pip install -e '.[local]'")
 
-ROOT = pathlib.Path(__file__).resolve().parents[1]
 STEPS = 24
 
 RECIPE = '''\
@@ -70,13 +69,14 @@ RECIPE_FIELDS = {'scale': 2.0}
 """
 
 
-TRAIN = [
-  "--gin_file=gin_configs/runs/local_workload.gin", "--gin_file=own_workload.gin",
-  "--gin_file=gin_configs/runs/local_adamw.gin", "--gin_file=soft.gin",
-  *(f"--gin.{name}={value!r}" for name, value in dict(
-    PATTERN="1:8", SPARSE_STEPS=STEPS, DENSE_STEPS=4, FINETUNE_STEPS=4, EVAL_PERIOD=24,
-    CHECKPOINT_PERIOD=12, METRICS_EVERY=None, MODEL_DIR="run", LEARNING_RATE=0.01).items()),
-]  # fmt: skip
+FILES = (
+  "gin_configs/runs/local_workload.gin", "own_workload.gin", "gin_configs/runs/local_adamw.gin",
+  "soft.gin",
+)  # fmt: skip
+TRAIN = gin_flags(FILES, dict(
+  PATTERN="1:8", SPARSE_STEPS=STEPS, DENSE_STEPS=4, FINETUNE_STEPS=4, EVAL_PERIOD=24,
+  CHECKPOINT_PERIOD=12, METRICS_EVERY=None, MODEL_DIR="run", LEARNING_RATE=0.01,
+), (".", ROOT))  # fmt: skip
 MODULES = ["--import", "own_workload", "--import", "soft_recipe"]  # the role, and the recipe
 
 
@@ -99,8 +99,7 @@ def trained(tmp_path_factory):
   (folder / "soft.gin").write_text(GIN)
   for name in ("own_workload.py", "own_workload.gin"):
     shutil.copy(ROOT / "examples" / "own_workload" / name, folder)
-  plan = ["plan", "--json", f"--gin_search_paths=.,{ROOT}", *TRAIN]
-  codes, out, err = typed(folder, plan, ["train", *TRAIN])
+  codes, out, err = typed(folder, ["plan", "--json", *TRAIN], ["train", *TRAIN])
   assert codes == [0, 0], out + err
   assert {part["recipe"] for part in json.loads(out)["schedule"]} == {"soft"}
   return folder

@@ -109,8 +109,3 @@ def changed(packed, **fields):
 def test_what_does_not_fit_is_named(call, word):
   with pytest.raises(ValueError, match=word):
     call()
-
-
-def test_bytes_of_a_weight():
-  w = np.zeros((768, 256), np.float32)  # values, and indices of 3 bits in 4
-  assert pack(w, NM(1, 8), dtype="bfloat16").nbytes / w.size == 2 / 8 + 0.5 / 8

@@ -4,7 +4,6 @@ import functools
 import json
 import math
 import os
-import pathlib
 import re
 import shutil
 import subprocess
@@ -15,6 +14,8 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from checkout import ROOT, python
+from reference_arrays import assert_close
 from test_packed import normal
 
 from nm_sparsity_jax.core import installed
@@ -31,7 +32,6 @@ from nm_sparsity_jax.core.packed import (
 )
 from nm_sparsity_jax.core.patterns import NM
 
-ROOT = pathlib.Path(__file__).resolve().parents[1]
 NATIVE = ROOT / "nm_sparsity_jax/core/packed/native"
 there = pytest.mark.skipif(bool(cpu.missing()), reason=f"no kernels: {cpu.missing()}")
 compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="g++ is not on the path")
@@ -53,11 +53,6 @@ def exact(x, packed):
   return np.asarray(x, np.float64) @ unpack(packed).astype(np.float64)
 
 
-def close(got, due, tolerance=1e-5):
-  got, due = np.asarray(got, np.float64), np.asarray(due, np.float64)
-  np.testing.assert_allclose(got, due, rtol=0, atol=tolerance * max(np.abs(due).max(initial=0), 1))
-
-
 @backends
 @pytest.mark.parametrize(
   "pattern, values, depth, features, lead",
@@ -74,17 +69,17 @@ def test_a_product_and_its_gradient_are_the_dense_ones(
   packed, x = made(depth, features, pattern, values), inputs(*lead, depth)
   y = jax.jit(functools.partial(nm_dot, backend=backend))(x, packed)
   assert y.shape == (*lead, features) and y.dtype == x.dtype
-  close(y, exact(x, packed), 2e-6)
+  assert_close(y, exact(x, packed), 2e-6)
   ready = prepare(packed, batch=max(1, math.prod(lead)), backend=backend)
-  close(nm_dot(x, ready, backend), y)
+  assert_close(nm_dot(x, ready, backend), y)
   dense = jnp.asarray(unpack(packed).astype(np.float32))
   if packed.scale is None:
     assert np.asarray(xla.dense(packed)).tobytes() == unpack(packed).tobytes()
   loss = lambda x, dot: jnp.sum(jnp.sin(dot(x).astype(jnp.float32)))
   gradient = jax.jit(jax.grad(lambda x: loss(x, lambda x: nm_dot(x, packed, backend))))
-  close(gradient(x), jax.grad(lambda x: loss(x, lambda x: x @ dense))(x))
+  assert_close(gradient(x), jax.grad(lambda x: loss(x, lambda x: x @ dense))(x))
   half = inputs(*lead, depth, dtype=BFLOAT16)
-  close(nm_dot(half, packed, backend), exact(half, packed), 1e-2)
+  assert_close(nm_dot(half, packed, backend), exact(half, packed), 1e-2)
   assert gradient(half).dtype == BFLOAT16
 
 
@@ -94,7 +89,8 @@ def test_vmap(backend):
   x = inputs(3, 2, 24)
   one = functools.partial(nm_dot, backend=backend)
   stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *weights)
-  close(jax.vmap(one)(x, stacked), [exact(a, w) for a, w in zip(x, weights, strict=True)])
+  want = np.stack([exact(a, w) for a, w in zip(x, weights, strict=True)])
+  assert_close(jax.vmap(one)(x, stacked), want)
 
 
 def test_what_does_not_fit_is_refused():
@@ -187,7 +183,7 @@ def test_each_instruction_set_gives_the_dense_product(isa, pattern, values, dept
     pytest.skip(f"this machine has no {isa}")
   packed, x = made(depth, features, pattern, values), inputs(batch, depth)
   one, two, all_of_them = (np.asarray(cpu.dot(x, packed, isa, threads=n)) for n in (1, 2, 0))
-  close(one, exact(x, packed))
+  assert_close(one, exact(x, packed))
   assert one.tobytes() == two.tobytes() == all_of_them.tobytes()
 
 
@@ -218,8 +214,7 @@ def done(*command, **options):
 @there
 def test_64_calls_at_once_in_a_pool_of_two_threads():
   """A kernel runs on a thread of the pool, so it must not wait for another to become free."""
-  many = done(sys.executable, "-c", MANY, env=os.environ | {"PJRT_NPROC": "2"}, timeout=120)
-  assert many.stdout == "done\n", many.stderr[-2000:]
+  assert python("-c", MANY, PJRT_NPROC="2", timeout=120) == "done\n"
 
 
 @there

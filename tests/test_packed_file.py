@@ -19,14 +19,8 @@ WIDE, TWO, PAD = (f"params/{name}/kernel" for name in ("wide", "two", "padded"))
 KERNELS = {WIDE: ((64, 5), "1:8"), TWO: ((16, 7), "2:4"), PAD: ((37, 3), "3:32")}
 
 
-def recipe(pattern):
-  return nms.recipe("sr_ste", pattern=pattern, phases=nms.Phases(total=1))
-
-
-RULES = nms.Rules(
-  {name.removeprefix("params/"): recipe(pattern) for name, (_, pattern) in KERNELS.items()},
-  indivisible="pad",
-)
+PLACES = {name.removeprefix("params/"): pattern for name, (_, pattern) in KERNELS.items()}
+RULES = nms.configure.rules(PLACES, "sr_ste", sparse_steps=1, indivisible="pad")
 
 
 def arrays_of(dtype=np.float32, any_bits=True):
@@ -93,10 +87,6 @@ WRONG = {
     "do not fit 1:8",
   ),
   "no values": (lambda tensors, header: tensors.pop(f"{WIDE}.nm_values"), "damaged"),
-  "an index twice": (
-    lambda tensors, header: tensors[f"{TWO}.nm_indices"].__setitem__((0, 0), 0b01_01),
-    "do not ascend",
-  ),
 }
 
 

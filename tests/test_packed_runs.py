@@ -1,44 +1,34 @@
 """infer and eval on a packed file: the tokens and numbers of the finalized checkpoint."""
 
-import functools
-import json
 import warnings
 
 import jax
-import numpy as np
 import pytest
+from checkout import read_lines
+from checkpoint_files import save
+from reference_arrays import drawn
 
 import nm_sparsity_jax as nms
 from nm_sparsity_jax import cli
 from nm_sparsity_jax.core.packed import choice
-from nm_sparsity_jax.core.trees import flatten
 from nm_sparsity_jax.deploy import inference_tree
-from nm_sparsity_jax.runs import checkpoint
-from nm_sparsity_jax.training import rules_text
 
 pytest.importorskip("seqio", reason="the local runner needs seqio: pip install -e '.[local]'")
 # seqio, TensorFlow, clu and Orbax warn on their own account.
 pytestmark = pytest.mark.filterwarnings("ignore")
 
-with warnings.catch_warnings():
-  warnings.simplefilter("ignore")
+with warnings.catch_warnings(action="ignore"):
   import test_local  # (it skips as well)
 
-RECIPE = functools.partial(nms.recipe, "sr_ste", phases=nms.Phases(total=7))
-RULES = nms.Rules({"ff": RECIPE(pattern="1:8"), "qkv": RECIPE(pattern="2:4")})
+RULES = nms.configure.rules({"ff": "1:8", "qkv": "2:4"}, "sr_ste", sparse_steps=7)
 
 
 @pytest.fixture(scope="module")
 def finalized(tmp_path_factory):
   """A finalized checkpoint of the network of local_tiny.gin, of random weights that say much."""
-  folder, rng = tmp_path_factory.mktemp("finalized"), np.random.default_rng(0)
-  shapes = test_local.model_of().shapes
-  params = jax.tree.map(lambda x: rng.normal(0, 0.3, x.shape).astype(np.float32), shapes)
-  params = jax.device_get(nms.finalize(params, RULES, 7))
-  text = np.asarray(rules_text.pack(rules_text.describe(RULES)))
-  tree = {"target": params, "state": {"step": np.int32(7)}}
-  tree["flax_mutables"] = {"nm_sparsity": {"step": np.int32(7), "rules": text}}
-  checkpoint.write(f"{folder}/checkpoint_7", {key: np.asarray(x) for key, x in flatten(tree)})
+  folder = tmp_path_factory.mktemp("finalized")
+  params = nms.finalize(drawn(test_local.model_of().shapes, 0.3), RULES, 7)
+  save(folder, {"params": params}, RULES)
   return folder / "checkpoint_7"
 
 
@@ -79,7 +69,7 @@ def test_infer_says_token_by_token_what_the_finalized_one_says(
     out = tmp_path / path.name
     assert cli.main(words("infer", path, out, DECODER="greedy", **settings)) == 0
     (file,) = out.glob("*.jsonl-*")
-    said.append([json.loads(line)["prediction"] for line in file.read_text().splitlines()])
+    said.append([line["prediction"] for line in read_lines(file)])
   assert said[0] == said[1] and len(set(said[0])) > 3
   assert len(multiplied) > 2 * 15  # of fifteen kernels: once prepared, and where they are traced
 
@@ -97,15 +87,15 @@ def test_with_memory_every_kernel_stays_packed(packed, tmp_path, monkeypatch):
   assert [any(map(is_packed, of)) for of in leaves] == [False, True]
 
 
-def test_bench_takes_a_checkpoint_and_a_packed_file(finalized, packed, capsys, monkeypatch):
+def test_bench_takes_a_checkpoint_and_a_packed_file(finalized, packed, command, monkeypatch):
   monkeypatch.setattr(choice, "speed", lambda *_: 2.0)  # no kernel so small stays packed else
   for path in (finalized, packed):
-    argv = ["bench", str(path), *test_local.command(), "--inputs=8"]
-    assert cli.main([*argv, "--json"]) == 0
-    told = json.loads(capsys.readouterr().out)["timings"]
+    argv = ["bench", path, *test_local.command(), "--inputs=8"]
+    told = command(*argv)[1]["timings"]
     assert [t["what"] for t in told] == ["the inputs", "inputs and 16 tokens"]
-    assert cli.main([*argv, "--gin.network.T5Config.preset.logits_via_embedding=True"]) == 1
-    assert "1 unknown" in capsys.readouterr().err
+    assert all(t["dense_bytes"] > t["packed_bytes"] > 0 for t in told)
+    error = command(*argv, "--gin.network.T5Config.preset.logits_via_embedding=True")[1]
+    assert "1 unknown" in error
 
 
 @pytest.mark.parametrize(
@@ -120,12 +110,11 @@ def test_a_file_that_does_not_fit_is_refused(macros, said, packed, tmp_path, cap
   assert said in capsys.readouterr().err
 
 
-def test_plan_finds_every_parameter_of_a_network_that_scans(packed, tmp_path, capsys):
-  command = words("infer", packed, tmp_path / "out", **SCANNED)
-  assert cli.main(["plan", "--json", *command[1:]]) == 0
-  restore = json.loads(capsys.readouterr().out)["restore"]
-  assert restore["format"] == "packed"
+def test_plan_finds_every_parameter_of_a_network_that_scans(packed, tmp_path, command):
+  _, *flags = words("infer", packed, tmp_path / "out", **SCANNED)
+  code, report = command("plan", *flags)
+  assert not code and report["restore"]["format"] == "packed"
   start = dict(MODEL_DIR=str(tmp_path), INITIAL_CHECKPOINT_PATH=str(packed), **SCANNED)
   for macros, fits in ((start, False), (start | dict.fromkeys(SCANNED, False), True)):
-    cli.main(["plan", *test_local.command("local_finetune.gin", **macros)])
-    assert ("of another model" in capsys.readouterr().out) != fits
+    _, report = command("plan", *test_local.command("local_finetune.gin", **macros))
+    assert any("of another model" in error for error in report["errors"]) != fits

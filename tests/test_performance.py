@@ -5,7 +5,6 @@ import json
 import re
 import sys
 
-import jax
 import pytest
 from study_records import ROOT
 
@@ -113,7 +112,7 @@ def test_the_masks_on_chips_have_a_row(name):
 
 
 @pytest.fixture
-def run(monkeypatch, tmp_path):
+def run(monkeypatch, tmp_path, as_users_compute):
   """Runs a benchmark in this process, which is not pinned, and returns what it wrote."""
   timing = importlib.import_module("_timing")
   monkeypatch.setattr(timing, "pin", lambda core: None)
@@ -124,8 +123,7 @@ def run(monkeypatch, tmp_path):
     importlib.import_module(name).main()
     return json.loads(file.read_text())["rows"]
 
-  with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-    yield main
+  return main
 
 
 @pytest.mark.slow

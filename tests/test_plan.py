@@ -1,7 +1,6 @@
 """nm-sparsity plan: what it shows of a run, and what it refuses."""
 
 import json
-import pathlib
 import re
 import shlex
 import sys
@@ -12,6 +11,7 @@ import numpy as np
 import pytest
 import t5x_found
 import tasks_found
+from checkout import ROOT, gin_flags
 from checkpoint_files import t5x_dense, t5x_sparse, write_orbax, zeros_of
 
 import nm_sparsity_jax as nms
@@ -24,7 +24,6 @@ from nm_sparsity_jax.training import configure
 
 pytest.importorskip("gin", reason="plan reads gin files: pip install gin-config")
 
-ROOT = pathlib.Path(__file__).resolve().parents[1]
 SIZES = dict(
   vocab_size=64, emb_dim=32, num_heads=2, num_encoder_layers=1, num_decoder_layers=3, head_dim=8,
   mlp_dim=48, mlp_activations=("gelu", "linear"),
@@ -50,20 +49,15 @@ TASK = dict(
 
 
 @pytest.fixture
-def run(tmp_path, capsys, monkeypatch):
+def run(tmp_path, command, monkeypatch, as_users_compute):
   """Plans MODEL with macros: (exit code, report)."""
   monkeypatch.chdir(tmp_path)
   monkeypatch.setenv("JAX_PLATFORMS", "cpu")
   (tmp_path / "model.gin").write_text(MODEL)
 
   def call(*flags, files=SPARSE, raw=(), **macros):
-    argv = ["plan", f"--gin_search_paths={ROOT},{tmp_path}", *flags]
-    argv += [f"--gin_file={f}" for f in files]
-    argv += [f"--gin.{k}={v!r}" for k, v in macros.items()] + [f"--gin.{b}" for b in raw]
-    capsys.readouterr()
-    with jax.numpy_dtype_promotion("standard"):
-      code = cli.main([*argv, "--json"])
-    report = json.loads(capsys.readouterr().out)
+    argv = [*gin_flags(files, macros, (ROOT, tmp_path)), *(f"--gin.{b}" for b in raw), *flags]
+    code, report = command("plan", *argv)
     assert code == (0 if report["ok"] else 1) == bool(report["errors"])
     return code, report
 
@@ -205,8 +199,7 @@ def test_a_checkpoint_fits_or_does_not(run, tmp_path):
 def t5x():
   if reason := t5x_found.why_not():
     pytest.skip(reason)
-  with warnings.catch_warnings():
-    warnings.simplefilter("ignore")
+  with warnings.catch_warnings(action="ignore"):
     import t5x.train
 
     sys.path.insert(0, str(ROOT / "tests"))
@@ -216,11 +209,7 @@ def t5x():
 
 @pytest.fixture
 def run_t5x(t5x, run):
-  def call(*flags, **macros):
-    with jax.numpy_rank_promotion("allow"):
-      return run(*flags, files=macros.pop("files", TINY), **macros)
-
-  return call
+  return lambda *flags, **macros: run(*flags, **dict(files=TINY) | macros)
 
 
 @pytest.fixture(autouse=True)

@@ -28,8 +28,7 @@ def compiled_for(run, monkeypatch, tmp_path):  # noqa: F811
   def call(name, files=LOCAL, **macros):
     search = f"--gin_search_paths={ROOT},{ROOT / 'tests'}"
     where = dict(MODEL_DIR=str(tmp_path / "new"))
-    with jax.numpy_rank_promotion("allow"):
-      return run(search, f"--topology={name}", files=files, **RULES | where | macros)
+    return run(search, f"--topology={name}", files=files, **RULES | where | macros)
 
   return call
 

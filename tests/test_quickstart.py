@@ -1,12 +1,8 @@
 """The quickstart: a sweep of one seed, its proof and its page."""
 
-import os
-import pathlib
-import subprocess
-import sys
-
 import pytest
 import sweep_stub
+from checkout import python
 
 from nm_sparsity_jax import cli
 from nm_sparsity_jax.analysis import sweep
@@ -15,8 +11,6 @@ from nm_sparsity_jax.runs import settings
 from nm_sparsity_jax.trainer import run as trainer_run
 
 pytest.importorskip("gin", reason="the local runner needs gin: pip install -e '.[local]'")
-
-HERE = pathlib.Path(__file__).resolve().parent
 
 
 @pytest.mark.parametrize("hold", ["", "sr_ste-1_8-seed0"])
@@ -45,11 +39,8 @@ def test_each_command_is_shown_and_run_until_one_fails(hold, tmp_path, monkeypat
 def test_all_of_it_is_proven_and_convincing(task, tmp_path, monkeypatch):
   """All are far above chance. Never ranks: it is one seed."""
   pytest.importorskip("seqio", reason="the local runner needs seqio: pip install -e '.[local]'")
-  env = {**os.environ, "PYTHONPATH": str(HERE.parent)}
-  command = [sys.executable, "-m", "nm_sparsity_jax.cli", "quickstart", "--task", task]
-  done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, check=False)
-  assert not done.returncode, done.stdout + done.stderr
-  assert done.stdout.count("\nok\n") == 3
+  words = "-m", "nm_sparsity_jax.cli", "quickstart", "--task", task
+  assert python(*words, cwd=tmp_path, timeout=None).count("\nok\n") == 3
   if task == "rebus":
     return  # benchmarks/results/recipes_rebus.jsonl has its scores
   monkeypatch.chdir(tmp_path)

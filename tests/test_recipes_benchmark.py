@@ -5,7 +5,6 @@ import datetime
 import hashlib
 import importlib
 
-import jax
 import numpy as np
 import pytest
 from study_records import ROOT
@@ -19,7 +18,7 @@ ROW = recipes.Row("sr_ste")
 
 
 @pytest.fixture
-def tiny(monkeypatch):
+def tiny(monkeypatch, as_users_compute):
   """The tasks, so small that they compile in seconds; a user's modes."""
   sizes = tasks.Sizes(layers=1, embed=8, mlp=16, heads=1, tokens=4, classes=5)
   table = tasks.Bigram(symbols=5, tests=32, sizes=sizes)
@@ -32,8 +31,7 @@ def tiny(monkeypatch):
   words = spelled.Cmudict(config=t5, tests=64, examples=16)
   small = {"bigram": table, "begun": dataclasses.replace(table, start=3), "cmudict": words}
   monkeypatch.setattr(train, "TASKS", train.TASKS | small)
-  with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-    yield small
+  return small
 
 
 def test_results_survive_a_torn_line_and_no_run_is_there_twice(tmp_path):

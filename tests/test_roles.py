@@ -149,19 +149,14 @@ FOREIGN = {
   # flax's attention in a block of the user's, under the names of keras-hub's Gemma.
   "decoder_block_0/attention/query": ({"kernel": (512, 8, 64), "bias": (8, 64)}, 0),
   # A scan along axis 1, and along axis 0 of kernels with two axes.
-  "layers/attn/query": ({"kernel": (512, 12, 8, 64), "bias": (8, 12, 64)}, 0),
   "layers/attn/out": ({"kernel": (8, 12, 64, 512)}, (0, 2)),
-  "layers/up": ({"kernel": (512, 12, 2048)}, 0),
   "transformer_layers/attention/query": ({"kernel": (12, 512, 512), "bias": (12, 512)}, 1),
-  "layers/multi_head_attention/query": ({"kernel": (12, 512, 512)}, 1),
   "decoder/MultiHeadDotProductAttention_0/query": ({"kernel": (12, 512, 512)}, 1),
-  "stages/0/attn/query": ({"kernel": (8, 512, 512), "bias": (8, 512)}, 1),
   "stages/0/attn/out": ({"kernel": (8, 512, 512)}, 1),
-  # (out, in), a transposed convolution, PyTorch's.
+  # (out, in), a transposed convolution.
   "linear_1": ({"w": (64, 32), "b": (64,)}, 1),
   "query_proj": ({"weight": (32, 64), "bias": (64,)}, 0),
   "block_group_0/~/block_0/~/conv_1": ({"w": (4, 4, 64, 128), "b": (64,)}, 3),
-  "conv_1": ({"w": (64, 32, 4, 4), "b": (64,)}, 1),
   "mlp/layers/0": ({"weight": (64, 32, 4), "bias": (64, 1)}, 1),
   "conv1d": ({"kernel": (3, 64, 12, 64)}, 1),
   # A T5 for each of four seeds, and experts.

@@ -11,7 +11,7 @@ import pytest
 
 import nm_sparsity_jax as nms
 from nm_sparsity_jax.analysis import run_folder
-from nm_sparsity_jax.runs import events, files, folders, lock, settings, signals
+from nm_sparsity_jax.runs import events, folders, lock, settings, signals
 from nm_sparsity_jax.training import configure
 
 # --- checkpoints by name ------------------------------------------------------------------------
@@ -93,31 +93,6 @@ def test_a_run_with_checkpoints_keeps_its_settings(tmp_path):
   (tmp_path / "settings.json").unlink()
   with pytest.raises(ValueError, match="another program"):
     settings.refuse_changed(tmp_path, first)
-
-
-# --- whole or not at all ------------------------------------------------------------------------
-
-HALF = """
-import sys, time
-from nm_sparsity_jax.core.files import whole
-with whole(sys.argv[1], replace=True) as path, path.open("w") as file:
-  file.write("new" * 1000)
-  file.flush()
-  print("half", flush=True)
-  time.sleep(60)
-"""
-
-
-def test_a_kill_in_the_middle_leaves_the_file_before(tmp_path):
-  path = tmp_path / "settings.json"
-  files.write_atomically(path, "one")
-  command = [sys.executable, "-c", HALF, str(path)]
-  with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as child:
-    assert child.stdout and child.stdout.readline() == "half\n"
-    child.kill()
-  assert path.read_text() == "one"
-  files.write_atomically(path, "two")
-  assert path.read_text() == "two"
 
 
 # --- one process at a time ----------------------------------------------------------------------

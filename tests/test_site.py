@@ -10,13 +10,12 @@ import sys
 
 import pages
 import pytest
+from checkout import ROOT
 
 import nm_sparsity_jax as nms
 
 for name in ("mkdocs", "material", "mkdocstrings"):
   pytest.importorskip(name, reason="the site needs pip install -e '.[dev]'")
-
-ROOT = pages.ROOT
 
 
 @pytest.fixture(scope="module")

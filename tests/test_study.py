@@ -2,13 +2,13 @@
 
 import importlib
 import itertools
-import json
 from types import SimpleNamespace
 from xml.etree import ElementTree
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from checkout import read_lines
 from study_records import ROOT
 
 _study = importlib.import_module("_study")
@@ -114,7 +114,7 @@ def test_the_pages_are_what_the_records_say(tmp_path):
 def test_cells_by_numpy():
   at = {}
   path = ROOT / "benchmarks/results/recipes_study.jsonl"
-  for record in map(json.loads, path.read_text("utf8").splitlines()):
+  for record in read_lines(path):
     key = record["task"], record["pattern"], page.label(record["row"]), str(record["steps"])
     at.setdefault(key, {})[record["seed"]] = record
   tables = {said: task for task, said in page.TASKS.items()}

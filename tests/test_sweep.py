@@ -11,6 +11,7 @@ import time
 
 import pytest
 import sweep_stub
+from checkout import ROOT
 
 from nm_sparsity_jax import cli
 from nm_sparsity_jax.analysis import sweep
@@ -20,7 +21,6 @@ from nm_sparsity_jax.trainer import run as trainer_run
 
 pytest.importorskip("gin", reason="sweep reads gin files: pip install gin-config")
 
-ROOT = pathlib.Path(__file__).resolve().parents[1]
 FILE = f"""
 out = "out"
 gin_files = [

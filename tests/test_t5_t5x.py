@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import t5x_world
+from reference_arrays import assert_close, drawn
 from t5x_world import (
   adafactor,
   decoding,
@@ -16,7 +17,6 @@ from t5x_world import (
   t5_network,
   world,  # noqa: F401  (a fixture)
 )
-from test_t5 import assert_close
 
 from nm_sparsity_jax.models.t5 import network
 
@@ -74,9 +74,7 @@ def test_same_tree_and_logical_axes_and_initial_bits(kind):
 
 
 def parameters(model):
-  rng = np.random.default_rng(0)
-  shapes = jax.eval_shape(model.init, jax.random.key(0), *BATCH)["params"]
-  return jax.tree.map(lambda x: jnp.asarray(rng.normal(size=x.shape) / 3, jnp.float32), shapes)
+  return drawn(jax.eval_shape(model.init, jax.random.key(0), *BATCH)["params"], 1 / 3, seed=1)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -96,6 +94,7 @@ def test_same_loss_and_gradients(kind):
   rngs = {"dropout": jax.random.key(5, impl="unsafe_rbg")}
   (got, got_grads), (want, want_grads) = run(ours), run(theirs)
   np.testing.assert_allclose(got, want, rtol=1e-6)
+  assert all(map(np.any, jax.tree.leaves(want_grads)))
   assert_close(got_grads, want_grads, 1e-6)
 
 

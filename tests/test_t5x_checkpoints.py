@@ -7,7 +7,6 @@ INITIAL_CHECKPOINT_PATH, with the restore settings of gin_configs/runs/t5x_finet
 """
 
 import dataclasses
-import pathlib
 
 import huggingface_reference
 import jax
@@ -16,6 +15,8 @@ import numpy as np
 import pytest
 import t5x_world
 import test_huggingface
+from checkout import ROOT
+from reference_arrays import drawn
 from t5x_world import (
   Devices,
   assert_equal,
@@ -36,7 +37,6 @@ from nm_sparsity_jax.integrations import gin_files
 
 pytestmark = t5x_world.MARKS
 
-ROOT = pathlib.Path(__file__).resolve().parents[1]
 STEP = 1_000_000  # as in checkpoint_1000000
 NETWORKS = {"t5": "ours", "scanned": "ours_scanned"}  # T5X's network: ours in its place
 RULES = nms.Rules({
@@ -45,16 +45,11 @@ RULES = nms.Rules({
 })  # fmt: skip
 
 
-def drawn(params, seed):
-  rng = np.random.default_rng(seed)
-  return jax.tree.map(lambda w: jnp.asarray(rng.normal(size=w.shape), w.dtype), params)
-
-
 def dense_state(network):
   """Of T5X's own model and optimizer after a long run: no value is as it was initialized."""
   model = make(None, network, "adafactor")
   state = first_state(model)
-  return model, state.replace_params(drawn(state.params, 0)).replace_step(jnp.int32(STEP))
+  return model, state.replace_params(drawn(state.params)).replace_step(jnp.int32(STEP))
 
 
 def write(kind, model, state, folder):
@@ -148,7 +143,7 @@ def test_t5x_restores_a_converted_folder_of_hugging_face(tmp_path):
     {"params": params}, x, huggingface_reference.shifted(y), y, enable_dropout=False
   ))  # fmt: skip
   want = test_huggingface.known.arrays[f"{name}/logits"]
-  test_huggingface.assert_close(run(state.params), want, "logits")
+  test_huggingface.assert_close(run(state.params), want)
 
 
 # --- nm-sparsity verify, finalize ---------------------------------------------------------------
@@ -158,8 +153,8 @@ def sparse_state(network):
   """At the end of a run whose weights moved on after the mask was taken."""
   model = make(RULES, network)
   state = first_state(model)
-  kept = nms.init_state(drawn(state.params, 1), model.stored_rules)
-  state = state.replace_params(drawn(state.params, 2))
+  kept = nms.init_state(drawn(state.params, seed=1), model.stored_rules)
+  state = state.replace_params(drawn(state.params, seed=2))
   kept = nms.update_state(kept, state.params, model.stored_rules, 4)
   mutables = model.write(state.flax_mutables, jnp.int32(4), kept)
   return model, state.replace_flax_mutables(mutables).replace_step(jnp.int32(STEP))

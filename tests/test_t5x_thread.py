@@ -1,6 +1,5 @@
 """The whole thread by the commands that users type: sparse, eval, infer; and the proof."""
 
-import json
 import re
 import shutil
 import subprocess
@@ -10,7 +9,9 @@ import jax
 import numpy as np
 import pytest
 import t5x_found
+from checkout import read_lines
 from checkpoint_files import read, t5x_dense, write_orbax
+from reference_arrays import drawn
 from test_plan import T5X_MODEL
 
 from nm_sparsity_jax import runs
@@ -69,14 +70,14 @@ def predicted(folder, checkpoint):
 
 def predictions(folder):
   (written,) = (folder / "infer").glob("*.jsonl-00000-of-00001")
-  lines = [json.loads(line) for line in written.read_text().splitlines()]
+  lines = read_lines(written)
   assert len(lines) == 32 and all("prediction" in line for line in lines)
   return lines
 
 
 def last_metric(folder):
   (path,) = folder.rglob("nm_test_sort-metrics.jsonl")
-  return {line["step"]: line for line in map(json.loads, path.read_text().splitlines())}
+  return {line["step"]: line for line in read_lines(path)}
 
 
 def goes_on_to_the_same_bits(sparse, train):
@@ -92,12 +93,9 @@ def goes_on_to_the_same_bits(sparse, train):
 
 def write_dense(folder):
   """A dense checkpoint of drawn weights. test_t5x_hosts.py trains one."""
-  rng = np.random.default_rng(0)
   dense = t5x_dense(step=4)
-  draw = lambda w: rng.normal(size=w.shape).astype(w.dtype) / 4
-  write_orbax(
-    folder / "dense/checkpoint_4", dense | {"target": jax.tree.map(draw, dense["target"])}
-  )
+  dense["target"] = drawn(dense["target"], 1 / 4)
+  write_orbax(folder / "dense/checkpoint_4", dense)
 
 
 def test_sparse_then_eval_then_infer_then_verify(tmp_path):

@@ -15,8 +15,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # TensorFlow, seqio, TFDS, on
 if reason := tasks_found.why_not():
   pytest.skip(reason, allow_module_level=True)
 
-with warnings.catch_warnings():
-  warnings.simplefilter("ignore")
+with warnings.catch_warnings(action="ignore"):
   import seqio
   import tensorflow as tf
 

@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from reference_arrays import drawn
 
-from nm_sparsity_jax.core.trees import map_with_names
 from nm_sparsity_jax.models import image_parts, resnet, swin, vit
 
 # The tiny config of each family -> its network.
@@ -39,18 +39,6 @@ def images(net, n=2):
 @functools.cache
 def shapes_of(net, dtype=jnp.float32):
   return jax.eval_shape(net.init, jax.random.key(0), images(net).astype(dtype))
-
-
-def drawn(shapes, seed=0):
-  """Variables of a network, none of them 0: a new norm may hide its branch."""
-  rng = np.random.default_rng(seed)
-
-  def draw(path, x):
-    value = rng.normal(size=x.shape) / np.sqrt(x.shape[-2] if x.ndim > 1 else 16)
-    value = value + (path.endswith("scale") and x.ndim == 1)
-    return jnp.asarray(abs(value) + 1 if path.endswith("var") else value, x.dtype)
-
-  return map_with_names(draw, dict(shapes))
 
 
 def test_gelu_is_computed_in_float32():

@@ -18,8 +18,7 @@ from nm_sparsity_jax.training import configure
 pytest.importorskip("tensorboard", reason="pip install -e '.[local]'")
 pytestmark = pytest.mark.filterwarnings("ignore")  # what it imports warns on its own account
 
-with warnings.catch_warnings():
-  warnings.simplefilter("ignore")
+with warnings.catch_warnings(action="ignore"):
   from nm_sparsity_jax.trainer import checkpoints, optimizers, step
 
 

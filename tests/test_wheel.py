@@ -9,8 +9,7 @@ import sys
 
 import floors
 import pytest
-
-ROOT = pathlib.Path(__file__).resolve().parents[1]
+from checkout import ROOT
 
 
 def run(*command, cwd):

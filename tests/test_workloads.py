@@ -2,7 +2,6 @@
 
 import json
 import os
-import pathlib
 import signal
 import subprocess
 import sys
@@ -14,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from checkout import ROOT, gin_flags, read_lines
 from checkpoint_files import read
 from reference_arrays import assert_same
 
@@ -29,11 +29,9 @@ from nm_sparsity_jax.training import configure, flops
 pytest.importorskip("tensorboard", reason="pip install -e '.[local]'")
 pytestmark = pytest.mark.filterwarnings("ignore")  # what it imports warns on its own account
 
-with warnings.catch_warnings():
-  warnings.simplefilter("ignore")
+with warnings.catch_warnings(action="ignore"):
   from nm_sparsity_jax.trainer import checkpoints, evaluation, step, train
 
-ROOT = pathlib.Path(__file__).resolve().parents[1]
 sys.path.append(str(ROOT / "examples" / "own_workload"))
 import own_workload  # noqa: E402
 
@@ -50,11 +48,8 @@ MACROS = DATA | dict(
 
 def words(*names, **macros):
   """The flags of a command."""
-  files = [*(f"gin_configs/runs/{name}.gin" for name in names), "tests/images_tiny.gin"]
-  return [
-    f"--gin_search_paths={ROOT}", *(f"--gin_file={name}" for name in files),
-    *(f"--gin.{name}={value!r}" for name, value in macros.items()),
-  ]  # fmt: skip
+  files = [f"gin_configs/runs/{name}.gin" for name in names]
+  return gin_flags([*files, "tests/images_tiny.gin"], macros)
 
 
 def train_words(folder, **macros):
@@ -77,7 +72,7 @@ def run(tmp_path_factory):
 
 
 def lines_of(folder, room="train"):
-  return [json.loads(x) for x in (folder / room / "metrics.jsonl").read_text().splitlines()]
+  return read_lines(folder / room / "metrics.jsonl")
 
 
 # --- every command ------------------------------------------------------------------------------
@@ -135,8 +130,7 @@ def test_eval_and_infer_say_what_the_run_says_of_a_checkpoint(run, tmp_path):
   assert alone == lines_of(run, "training_eval/validation")[0]
 
   assert look("infer", middle, tmp_path / "i") == 0
-  text = (tmp_path / "i/validation-predict.jsonl-00000-of-00001").read_text()
-  rows = [json.loads(line) for line in text.splitlines()]
+  rows = read_lines(tmp_path / "i/validation-predict.jsonl-00000-of-00001")
   wanted = np.concatenate([batch["label"] for batch in rebus.Rebus(8).splits()["validation"]])
   assert [row["inputs"]["idx"] for row in rows] == list(range(len(wanted)))
   said = np.array([row["prediction"]["label"] for row in rows])
