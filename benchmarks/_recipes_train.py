@@ -164,7 +164,11 @@ def train(
       curve.append({"step": step, "loss": loss} | seen)
   final, _ = carry
   loss, accuracy = run.score(final, data)
-  return {
+  diverged = {} if jnp.isfinite(loss) else {"diverged": True}
+  if diverged:  # nobody could deploy it: it scores as a network of zeros does, which guesses
+    final = jax.tree.map(jnp.zeros_like, final)
+    loss, accuracy = run.score(final, data)
+  return diverged | {
     "steps": steps,
     "accuracy": float(accuracy),
     "cross_entropy": float(loss),
@@ -190,5 +194,7 @@ def density(final, row, pattern: str, rules: nms.Rules) -> float:
   return float(np.mean([p.density for p in proof.sites]))
 
 
-def _short(x) -> float | int:
+def _short(x) -> float | int | None:
+  if not np.isfinite(x):
+    return None
   return x if isinstance(x, int) else float(f"{float(x):.4g}")

@@ -7,7 +7,8 @@
 
 The help of LibreOffice (MPL-2.0) has the same ids of paragraphs in both languages. The dictionary
 of TU Chemnitz (GPL-2+) has an entry a line. Whole pages are held out, since sentences of one page
-are alike, and whole entries. What training has word for word is in no other split.
+are alike, and whole entries. English that training has word for word is in no
+other split.
 """
 
 from __future__ import annotations
@@ -96,19 +97,20 @@ def prepare() -> None:
         f"update first; without apt, copy {FOLDER} from a machine that has it."
       ) from e
     pairs = split(pathlib.Path(home))
-  FOLDER.mkdir(parents=True, exist_ok=True)
-  digest = hashlib.sha256()
-  for name, found in pairs.items():
-    print(f"{name}: {len(found)} pairs")
-    for i, language in enumerate(("en", "de")):
-      data = "".join(f"{pair[i]}\n" for pair in found).encode()
-      digest.update(data)
-      (FOLDER / f"{name}.{language}").write_bytes(data)
-  if digest.hexdigest() != SHA256:
+  files = {
+    f"{name}.{language}": "".join(f"{pair[i]}\n" for pair in found).encode()
+    for name, found in pairs.items()
+    for i, language in enumerate(("en", "de"))
+  }
+  digest = hashlib.sha256(b"".join(files.values())).hexdigest()
+  if digest != SHA256:
     raise ValueError(
-      f"the pairs have the SHA-256 {digest.hexdigest()}, not {SHA256}, so scores would not "
-      "compare: take Debian 12's packages."
+      f"the pairs have the SHA-256 {digest}, not {SHA256}, so scores would not compare: take "
+      "Debian 12's packages."
     )
+  FOLDER.mkdir(parents=True, exist_ok=True)
+  for name, data in files.items():
+    (FOLDER / name).write_bytes(data)
   sentencepiece.SentencePieceTrainer.train(
     sentence_iterator=(text for pair in pairs["train"] for text in pair),
     model_prefix=str(VOCABULARY.with_suffix("")), vocab_size=4096, model_type="bpe", num_threads=1,

@@ -120,7 +120,9 @@ def is_two_of_eight(w):
 def loop_of_pieces(inner=INNER, names=tuple(RECIPES), steps=STEPS):
   """W, the inner state, the masks and the loss of each step, by the functions below `sparse`."""
   rules, start = rules_of(names), params_of(names=names)
-  first, last = nms.sr_ste(rules), nms.sr_ste(rules, learning_rate=RATE)
+  first, last = nms.sr_ste(rules), optax.with_extra_args_support(optax.identity())
+  if "sr_ste_decoupled" in names:
+    last = nms.sr_ste(rules, learning_rate=RATE)
 
   def turn(run, step):
     w, before, opt, after, masks = run
@@ -396,12 +398,14 @@ def test_mistakes_are_said():
   several = optax.MultiSteps(INNER, 2).gradient_transformation()
   for word, do in (
     ("needs the parameters", lambda: TX.update(params, opt)),
-    ("inside", lambda: nms.sparse(optax.chain(optax.clip(1), several), RULES).init(params)),
-    ("learning_rate=rate", lambda: nms.sparse(INNER, RULES).update(params, opt, params)),
-    ("fast and slow", lambda: nms.sparse(WRAPPERS["lookahead"](SGD), RULES).init(params)),
+    ("inside", lambda: nms.sparse(optax.chain(optax.clip(1), several), rules_of(TWO)).init(params)),
+    ("learning_rate=rate", lambda: nms.sparse(INNER, RULES)),
+    ("fast and slow", lambda: nms.sparse(WRAPPERS["lookahead"](SGD), rules_of(TWO)).init(params)),
     ("grad_fn=.*dense", lambda: TX.update(params, opt, params, grad_fn=jax.grad(loss))),
     ("0 states", lambda: nms.dense_params(params, INNER.init(params))),
     ("mask as state", lambda: nms.sr_ste(RULES).update(params, opt, params)),
+    ("add nothing", lambda: nms.sr_ste(rules_of(["sr_ste_decoupled"])).init(params)),
+    ("add nothing", lambda: nms.sr_ste(rules_of(["sr_ste"]), learning_rate=1.0).init(params)),
     ("2 states", lambda: nms.dense_params(params, (opt, opt))),
   ):
     with pytest.raises(ValueError, match=word):

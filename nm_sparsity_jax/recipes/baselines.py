@@ -81,7 +81,7 @@ class SrSte(Recipe):
     pattern: what to keep.
     phases: hard masks from step `phases.dense` on.
     lam: the weight lambda of the term that decays pruned weights; None = 2e-4, or 0.2 where it is
-      decoupled, which docs/core.md finds by that rule.
+      decoupled. `dataclasses.replace` of `decoupled` alone keeps it.
     decoupled: whether the term acts beside the update, not in the gradient.
   """
 

@@ -67,7 +67,7 @@ class Run:
   metrics_every: int | None = 100
   keep_checkpoints: int | None = 3
   best_metric: str | None = None
-  learning_rate: Callable[..., Any] | None = None
+  learning_rate: optax.Schedule | None = None
   tracker: writers.Tracker | None = None
 
   def __post_init__(self):
@@ -85,6 +85,8 @@ class Run:
     """Raises ValueError where settings do not fit each other; reads no data."""
     self.model.check_batch(self.model.workload.batch_size, self.microbatches)
     rules_text.describe(self.model.rules)  # every checkpoint keeps this text
+    if self.learning_rate is None and any(r.decoupled for r in self.model.rules.places.values()):
+      raise ValueError("sr_ste(decoupled=True) decays by a learning rate: give it to Run, too.")
     # By shapes: the state of an optimizer may be twice the model.
     opt_state = jax.eval_shape(self.optimizer.init, self.model.shapes)
     ours = transform.SparseState, transform.SrSteState

@@ -195,7 +195,8 @@ class Model:
     return jax.tree.map(place, shapes, self.shardings(shapes))
 
   def _begin(self, params, collections, optimizer, step):
-    opt_state = sparse(optimizer, self.rules).init(params)
+    # No update is made here, so no learning rate is asked for.
+    opt_state = sparse(optimizer, self.rules, learning_rate=0.0).init(params)
     # An average begins with a copy of what the run starts from, as timm's does.
     average = {} if self.ema_decay is None else {"params": params, **collections}
     average = jax.tree.map(jnp.copy, average)

@@ -398,7 +398,8 @@ def _recipe_text(recipe: Recipe) -> str:
       if field.name in ("pattern", "phases"):
         continue
       # The default of SR-STE's lambda depends on another field.
-      is_default = field.name == "lam" and dataclasses.replace(owner, lam=None) == owner
+      depends = field.name == "lam" and field.default is None
+      is_default = depends and dataclasses.replace(owner, lam=None) == owner
       if value != field.default and not is_default:
         words.append(f"{field.name}={value!r}")
   return ", ".join(words)

@@ -115,6 +115,11 @@ def sparse(
   Returns:
     A transformation whose state is a `SparseState`. Its `update` needs the parameters.
   """
+  if learning_rate is None and any(recipe.decoupled for recipe in rules.places.values()):
+    raise ValueError(
+      "sr_ste(decoupled=True) decays pruned weights by lam times a learning rate: pass it, as in "
+      "nms.sparse(optax.adamw(rate), rules, learning_rate=rate)."
+    )
   # MultiSteps and masked hand extra arguments on, which not every optimizer takes.
   inner = optax.with_extra_args_support(tx)
 
@@ -299,10 +304,9 @@ def sr_ste(
 
       optax.MultiSteps(optax.chain(nms.sr_ste(rules), optax.adamw(1e-3)), every_k_schedule=4)
 
-  A `decoupled` term is no gradient. A second link takes it off, times the learning
-  rate. It is the last one:
+  A `decoupled` term is no gradient: the last link takes it off, times the learning rate.
 
-      optax.chain(nms.sr_ste(rules), optax.adamw(rate), nms.sr_ste(rules, learning_rate=rate))
+      optax.chain(optax.adamw(rate), nms.sr_ste(rules, learning_rate=rate))
 
   The mask is the one that the forward pass of this step applied: it is taken from the same
   weights at the same step (the count of this transformation). Without an SR-STE rule it changes
@@ -318,7 +322,13 @@ def sr_ste(
   """
 
   def init(params):
-    rules.assign(params)
+    recipes = [site.recipe for site in rules.assign(params).sites.values() if site.recipe.lam]
+    if recipes and all(r.decoupled == (learning_rate is None) for r in recipes):
+      raise ValueError(
+        "nms.sr_ste would add nothing: a decoupled term is the last link of the chain, "
+        "nms.sr_ste(rules, learning_rate=rate), and a term in the gradient the first, "
+        "nms.sr_ste(rules)."
+      )
     return SrSteState(jnp.zeros((), jnp.int32))
 
   def update(updates, state, params=None, *, nm_state: stored.State | None = None, **extra):
@@ -438,12 +448,7 @@ def _checked_step(state: SparseState, rules: Rules, sites: Mapping[str, Site]) -
   return jnp.where(same, state.count, NO_STEP)
 
 
-def _rate(learning_rate: optax.ScalarOrSchedule | None, count: jax.Array) -> jax.Array:
-  if learning_rate is None:
-    raise ValueError(
-      "sr_ste(decoupled=True) decays pruned weights by lam times a learning rate: pass it, as in "
-      "nms.sparse(optax.adamw(rate), rules, learning_rate=rate)."
-    )
+def _rate(learning_rate: Any, count: jax.Array) -> jax.Array:
   with _relaxed():
     return jnp.float32(learning_rate(count) if callable(learning_rate) else learning_rate)
 

@@ -54,7 +54,7 @@ def loss(plan: Plan) -> dict[str, Any]:
   """Returns the part `loss`: lambda, and how many times its mean T5X's loss is at most."""
   places = plan.rules.places.items() if plan.rules else ()
   part = {
-    "lambda": {key: recipe.lam for key, recipe in places if recipe.lam},
+    "lambda": {key: recipe.lam for key, recipe in places if recipe.lam and not recipe.decoupled},
     "mean_over": getattr(plan.workload, "weight", None),
   }
   if plan.state is not None:
@@ -83,7 +83,8 @@ def rate(plan: Plan) -> dict[str, Any] | None:
     function = own
     plan.warnings.append(
       f"OPTIMIZER has a learning rate of its own, {own:g}: LEARNING_RATE, WARMUP_STEPS and "
-      "LEARNING_RATE_FACTORS do nothing to it, and T5X's metric learning_rate shows another rate"
+      "LEARNING_RATE_FACTORS do nothing to it (but scale a decoupled term of SR-STE), and T5X's "
+      "metric learning_rate shows another rate"
     )
   else:  # T5X counts global steps
     function = config.argument("learning_rate_fn", "SparseTrainer")

@@ -10,7 +10,7 @@ checkpoint knows itself:
     nm_sparsity/step               int32 scalar, updates that the sparse run has applied
     nm_sparsity/start              int32 scalar, the global step before the first of them
     nm_sparsity/rules              uint8[4096 * k], the text of the rules, deflated and padded
-    nm_sparsity/mask, score, seen  what `stored.init_state` keeps, sharded as the parameters
+    nm_sparsity/mask, scale, ...   what `stored.init_state` keeps, sharded as the parameters
 
 Only this package imports T5X, and it needs no change there. A gin file imports the package and
 binds its names, wherever they are defined inside:
