@@ -54,7 +54,7 @@ def test_the_quickstart_runs_from_a_wheel_in_an_empty_folder(wheel, tmp_path):
 def test_floors_are_what_the_package_asks_of_users():
   """`make test-floors` installs the oldest versions that users may have."""
   found = floors.floors()
-  assert found["jax"] == "0.9.0" and found["clu"] == "0.0.12" and found["seqio"] == "0.0.20"
+  assert found["jax"] == "0.10.0" and found["clu"] == "0.0.12" and found["seqio"] == "0.0.20"
   assert "pytest" not in found and "mkdocs" not in found and "packaging" not in found
 
 

@@ -117,8 +117,12 @@ class _Program:
   def _once(self, name: str) -> np.ndarray:
     """Returns XLA's cost analysis of a computation, which counts each loop's body once."""
     # No public way leads to a part of a program.
-    from jaxlib import _hlo, _jax  # pyright: ignore[reportAttributeAccessIssue]
+    from jaxlib import _jax  # pyright: ignore[reportAttributeAccessIssue]
 
+    try:
+      from jaxlib import _hlo  # pyright: ignore[reportAttributeAccessIssue]
+    except ImportError:  # before jaxlib 0.10.2
+      _hlo = _jax
     text = self.text.partition("\n")[2].replace("\nENTRY ", "\n", 1)
     text = text.replace(f"\n{name} (", f"\nENTRY {name} (", 1)
     module = _hlo.hlo_module_from_text("HloModule part\n" + text)

@@ -49,7 +49,7 @@ def learning_rate(
     raise ValueError(
       f"LEARNING_RATE={rate!r}, LEARNING_RATE_FACTORS={factors!r}, WARMUP_STEPS={warmup_steps}, "
       f"SPARSE_STEPS={steps!r}: give a rate above 0 and factors of {', '.join(known)}; "
-      "'cosine_decay' ends at SPARSE_STEPS, after WARMUP_STEPS (in gin: learning_rate.steps = "
+      "'cosine_decay' needs a WARMUP_STEPS below SPARSE_STEPS (in gin: learning_rate.steps = "
       "%SPARSE_STEPS)."
     )
 

@@ -53,8 +53,10 @@ def schedule(assignment: Assignment, offset: int = 0) -> list[dict[str, Any]]:
 def loss(plan: Plan) -> dict[str, Any]:
   """Returns the part `loss`: lambda, and how many times its mean T5X's loss is at most."""
   places = plan.rules.places.items() if plan.rules else ()
+  terms = {key: recipe for key, recipe in places if recipe.lam}
   part = {
-    "lambda": {key: recipe.lam for key, recipe in places if recipe.lam and not recipe.decoupled},
+    "lambda": {key: recipe.lam for key, recipe in terms.items() if not recipe.decoupled},
+    "decoupled": {key: recipe.lam for key, recipe in terms.items() if recipe.decoupled},
     "mean_over": getattr(plan.workload, "weight", None),
   }
   if plan.state is not None:
