@@ -95,7 +95,7 @@ class SrSte(Recipe):
       object.__setattr__(self, "lam", 0.2 if self.decoupled else 2e-4)
     if not (self.lam >= 0 and isinstance(self.decoupled, bool)):
       raise ValueError(
-        f"sr_ste(lam={self.lam!r}, decoupled={self.decoupled!r}): give lam of at least 0, or pruned "
+        f"sr_ste(lam={self.lam!r}, decoupled={self.decoupled!r}): give lam >= 0, or pruned "
         "weights grow, and True or False."
       )
     super().__post_init__()
