@@ -91,11 +91,11 @@ class SrSte(Recipe):
   decoupled: bool = False
 
   def __post_init__(self):
-    if self.lam is None:
-      object.__setattr__(self, "lam", 0.2 if self.decoupled else 2e-4)
-    if not (self.lam >= 0 and isinstance(self.decoupled, bool)):
+    lam = (0.2 if self.decoupled else 2e-4) if self.lam is None else self.lam
+    if not (lam >= 0 and isinstance(self.decoupled, bool)):
       raise ValueError(
-        f"sr_ste(lam={self.lam!r}, decoupled={self.decoupled!r}): give lam >= 0, or pruned "
-        "weights grow, and True or False."
+        f"sr_ste(lam={lam!r}, decoupled={self.decoupled!r}): give lam >= 0, or pruned weights "
+        "grow, and True or False."
       )
+    object.__setattr__(self, "lam", lam)
     super().__post_init__()

@@ -67,7 +67,7 @@ class Run:
   metrics_every: int | None = 100
   keep_checkpoints: int | None = 3
   best_metric: str | None = None
-  learning_rate: optax.Schedule | None = None
+  learning_rate: Callable[[Any], Any] | None = None  # which traces: an optax.Schedule
   tracker: writers.Tracker | None = None
 
   def __post_init__(self):
