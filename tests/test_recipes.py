@@ -37,6 +37,8 @@ def test_one_set_of_settings_makes_every_recipe(name):
     ("idp", {"phases": nms.Phases(total=8, dense=3, finetune=2)}, "4 levels"),
     ("one_shot", {"gradient": "ste"}, "gradient='ste'"),
     ("sdgf_geometric", {"k": 3}, "power of two"),
+    ("sr_ste", {"lam": -1.0}, "lam=-1.0"),
+    ("sr_ste", {"decoupled": 1}, "decoupled=1"),
     ("snip", {"batches": 71}, "from 1 to 70"),
     ("custom", {"path": ((9, "4:8", 1.0),)}, "sparsify phase"),
     ("custom", {"path": ((20, "4:8", 1.0), (20, "1:8", 0.0))}, "rising steps"),
