@@ -147,6 +147,15 @@ def test_axes_that_names_and_shapes_tell(path, shape, bias, axis):
   assert rules.assign(params).sites[path].axis == axis
 
 
+def test_an_axis_that_a_bias_contradicts_is_said_once(caplog):
+  params = tree({"up/weight": (16, 8), "up/bias": (16,), "by/weight": (16, 8), "by/bias": (16,)})
+  rules = nms.Rules({".*/weight": LINEAR}, axes={"up/weight": 0, "by/weight": -1})
+  for _ in range(2):  # as for each mesh that the rules see
+    rules.with_shardings(params).assign(params)
+  (said,) = [record.getMessage() for record in caplog.records]
+  assert "'up/weight'" in said and "'by/weight'" not in said
+
+
 def test_the_first_axis_that_is_named_counts():
   params = tree({"a/kernel": (3, 16), "b/kernel": (2, 8, 3), "mlp/wi/kernel": (7, 3)})
   places = {"[ab]/kernel": LINEAR, "ff": nms.recipe("dense")}  # which counts as a rule
@@ -178,10 +187,12 @@ def test_rules_are_values():
     (make(), make().with_shardings([sharding])),
     (make(axes={"b": (0, 1)}), make(axes={"b": np.array([0, 1])})),
     (make(optional=["q", "ff"]), make(optional=("ff", "q"))),
+    (nms.Rules({"q": LINEAR, "ff": LINEAR}), nms.Rules({"ff": LINEAR, "q": LINEAR})),
+    (make(axes={"b": 0, "a": [0]}), make(axes={"a": 0, "b": 0})),
     (axes, pickle.loads(pickle.dumps(make(axes={"a/kernel": np.int64(0), "b": (0, 1)})))),
   ):
     assert one == other and hash(one) == hash(other)
-  # The order of places and axes counts.
+  # The order of places counts where their recipes differ.
   different = [make(), axes, make(indivisible="skip"), make(axes={"b": (0, 1), "a/kernel": 0})]
   different += [nms.Rules({"q": OTHER, "ff": LINEAR}), make(optional=["q"])]
   assert len({rules.text for rules in different}) == len({*different}) == len(different)

@@ -146,12 +146,17 @@ def axis_of(path: str, shapes: Mapping[str, tuple[int, ...]]) -> tuple[int, ...]
   return None
 
 
+def bias_of(path: str, shapes: Mapping[str, tuple[int, ...]]) -> tuple[int, ...] | None:
+  """Returns the shape of the bias beside a kernel, None where it has none."""
+  module, mark, name = path.rpartition("/")
+  return shapes.get(f"{module}{mark}{'b' if name == 'w' else 'bias'}")
+
+
 def _fits(layout: str, path: str, shapes: Mapping[str, tuple[int, ...]], stack: str) -> bool:
   """Returns whether a kernel has this layout, by its rank, its bias and what stands around it."""
-  shape, (module, mark, name) = shapes[path], path.rpartition("/")
+  shape, bias = shapes[path], bias_of(path, shapes)
   if len(layout) != len(shape):
     return False
-  bias = shapes.get(f"{module}{mark}{'b' if name == 'w' else 'bias'}")
   outputs = [n for n, letter in zip(shape, layout, strict=True) if letter in "os" and n > 1]
   # haiku and Equinox write the bias of a convolution as (out, 1, 1).
   if bias is not None and [n for n in bias if n > 1] != outputs:
@@ -162,7 +167,7 @@ def _fits(layout: str, path: str, shapes: Mapping[str, tuple[int, ...]], stack: 
     return equal == [layout.index("s")]
   # All parameters of a stack have one more axis. The block of attention/query is what holds
   # attention. haiku writes the scale of a norm as (1, 1, 1, channels).
-  block, mark, _ = module.rpartition("/")[0].rpartition("/")
+  block, mark, _ = path.rpartition("/")[0].rpartition("/")[0].rpartition("/")
   in_block = [x for p, x in shapes.items() if p.startswith(block + mark)]
   is_single = any(sum(n > 1 for n in x) == 1 for x in in_block)
   return len(shape) == 2 or bias is not None or is_single

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import logging
 import math
 import re
@@ -119,11 +120,13 @@ class Rules:
   def text(self) -> str:
     """Returns one line a place: what a checkpoint holds, and `rules_text.parse` reads.
 
-    Equal rules have one text. The first place that matches wins, so their order counts. Fields at
-    their defaults are left out, so that a field that a later version adds changes no text.
+    Equal rules have one text. The first place that matches wins, so their order counts where
+    their recipes differ. Fields at their defaults are left out, so that a field that a later
+    version adds changes no text.
     """
-    lines = [f"{place}: {_recipe_text(recipe)}" for place, recipe in self.places.items()]
-    lines += [f"axis {regex}: {axis}" for regex, axis in self.axes.items()]
+    recipes = {place: _recipe_text(recipe) for place, recipe in self.places.items()}
+    lines = [f"{place}: {recipe}" for place, recipe in _ordered(recipes)]
+    lines += [f"axis {regex}: {axis}" for regex, axis in _ordered(self.axes)]
     lines += [f"optional {place}" for place in self.optional]
     if self.indivisible != "error":
       lines.append(f"indivisible: {self.indivisible}")
@@ -295,12 +298,17 @@ class Rules:
       return self._assigned[shapes]
     known, sites, skipped, dense = dict(shapes), {}, {}, []
     ambiguous: list[str] = []
+    doubted: list[str] = []
     for path, shape in shapes:
       if self.sparse_recipe(path) is None:
         dense.append(path)
         continue
-      axis = self._axis_of(path)
-      axis = _default_axis(path, known) if axis is None else axis
+      axis, default = self._axis_of(path), _default_axis(path, known)
+      if axis is None:
+        axis = default
+      elif default is not None and roles.bias_of(path, known) is not None:
+        own, other = (masks.check_axis(shape, a, gaps=True) for a in (axis, default))
+        doubted += [f"{path!r}: axes= says {axis}, its bias {default}"] if own != other else []
       # '.*' also matches biases and scales. To make one sparse, write its whole path.
       is_vector = len(shape) == 1 and path not in {*self.places, *self.axes}
       site = None if axis is None or is_vector else self.site(path, shape, axis)
@@ -309,17 +317,19 @@ class Rules:
         ambiguous.append(f"{path!r} of shape {shape}{hint}")
       elif isinstance(site, str):
         skipped[path] = site
-        _log.warning("%s stays dense: %s", path, site)
+        _warn(f"{path} stays dense: {site}")
       else:
         sites[path] = site
         if site.remarks:
-          _log.warning("%s: %s", path, "; ".join(site.remarks))
+          _warn(f"{path}: {'; '.join(site.remarks)}")
     if ambiguous:
       raise ValueError(
         f"which axis the product sums over is not known for {', '.join(ambiguous)}: let the "
         "forward pass tell, rules = rules.for_model(forward, params, *inputs), or name it, such as "
         "axes={'.*/kernel': 0} (gin: SPARSITY_AXES)."
       )
+    if doubted:
+      _warn(f"is this the axis that the product sums over? {'; '.join(doubted)}")
     self._check_all_used(known)
     self._assigned[shapes] = assignment = Assignment(sites, skipped, tuple(dense))
     return assignment
@@ -359,8 +369,7 @@ def _default_axis(path: str, shapes: Mapping[str, tuple[int, ...]]) -> masks.Axi
   it has the length of the outputs: if that is not the last axis, the layout is in doubt. It alone
   tells what a `weight` or a `w` is.
   """
-  folder, mark, name = path.rpartition("/")
-  shape, bias = shapes[path], shapes.get(f"{folder}{mark}{'b' if name == 'w' else 'bias'}")
+  shape, bias, name = shapes[path], roles.bias_of(path, shapes), path.rpartition("/")[2]
   if axes := roles.axis_of(path, shapes):
     return _one_or_several(axes)
   if name in ("weight", "w") and len(shape) == 2 and shape[0] != shape[1]:
@@ -372,6 +381,12 @@ def _default_axis(path: str, shapes: Mapping[str, tuple[int, ...]]) -> masks.Axi
   is_conv = _CONV.fullmatch(path) or roles.role_of(path) in ("stem", "conv", "shortcut")
   # The window has 1, 2 or 3 dimensions; in and out are two more.
   return -2 if 3 <= len(shape) <= 5 and is_conv else None
+
+
+@functools.cache
+def _warn(text: str) -> None:
+  """Warns once: equal rules that know other shardings are assigned anew."""
+  _log.warning("%s", text)
 
 
 def _alternatives(regex: str) -> list[str]:
@@ -387,6 +402,12 @@ def _alternatives(regex: str) -> list[str]:
       parts.append(part)
       part = ""
   return parts
+
+
+def _ordered(table: Mapping[str, Any]) -> list[tuple[str, Any]]:
+  """Returns the entries, neighbours of one value by name: whichever of them wins is the same."""
+  neighbours = itertools.groupby(table.items(), key=lambda entry: entry[1])
+  return [entry for _, entries in neighbours for entry in sorted(entries)]
 
 
 def _recipe_text(recipe: Recipe) -> str:
