@@ -17,9 +17,10 @@ import optax
 import orbax.checkpoint as ocp
 from flax import nnx
 from tunix.models.qwen3 import model as qwen3
-from tunix.sft import hooks, peft_trainer, utils
+from tunix.sft import peft_trainer, utils
 
 import nm_sparsity_jax as nms
+from nm_sparsity_jax.integrations.tunix import Metrics
 
 STEPS, SYMBOLS, LENGTH = 200, 32, 12
 CONFIG = qwen3.ModelConfig(
@@ -51,25 +52,6 @@ def inputs_of(batch):
   }  # fmt: skip
 
 
-class Watch(hooks.TrainingHooks):
-  """Logs density, D, pattern and flips with Tunix' own metrics, which go to TensorBoard and W&B."""
-
-  on_train_start = on_train_end = on_train_step_start = on_eval_step_start = lambda *_: None
-  on_eval_step_end = on_train_start
-  seen = None
-
-  def on_train_step_end(self, train_ctx, train_step, train_loss):
-    opt = nnx.as_pure(train_ctx.optimizer.opt_state)
-    if train_step % 40 or not (states := nms.optim.states(opt, nms.optim.SparseState)):
-      return
-    (state,), w = states, nms.dense_params(nnx.state(train_ctx.model, nnx.Param), opt)
-    values = nms.metrics.summary(w, rules, state.count, state.masks, seen=self.seen)
-    self.seen = nms.metrics.before(w, rules, state.count, state.masks)
-    for name, x in values.items():
-      train_ctx.metrics_logger.log("", name, float(x), "train", int(state.count))
-    print(f"update {int(state.count)}  loss {train_loss:.3f}  D {float(values['nm/D']):.3f}")
-
-
 def train(optimizer, folder=None):
   """Returns a trained model: a usual program of Tunix, for whatever optimizer."""
   model = qwen3.Qwen3(CONFIG, rngs=nnx.Rngs(0))
@@ -81,7 +63,7 @@ def train(optimizer, folder=None):
     checkpointing_options=ocp.CheckpointManagerOptions(save_interval_steps=20, max_to_keep=2),
   )  # fmt: skip
   trainer = peft_trainer.PeftTrainer(model, optimizer, config).with_gen_model_input_fn(inputs_of)
-  trainer.with_training_hooks(Watch())
+  trainer.with_training_hooks(Metrics(every=40))  # density, D, patterns and flips
   trainer.train(batches(0, STEPS), [*batches(1, 4)])
   return model
 

@@ -269,8 +269,7 @@ def test_the_example_learns_and_its_hook_logs_the_schedule(capsys, monkeypatch, 
     "STEPS, SYMBOLS, LENGTH = 200,": "STEPS, SYMBOLS, LENGTH = 80,",
     "dense=40, finetune=80": "dense=10, finetune=30",
   })  # fmt: skip
-  said = capsys.readouterr().out
-  assert said.rstrip().endswith("\nok") and "update 80" in said
+  assert capsys.readouterr().out.rstrip().endswith("\nok")
   logged = {(name, step): value for name, step, value in logged}
   assert logged["nm/D", 80] == 0 and logged["nm/D", 41] > 0 and logged["nm/density", 80] == 0.25
   assert (logged["nm/n/ff", 80], logged["nm/m/ff", 80]) == (1, 4)
