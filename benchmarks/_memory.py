@@ -6,7 +6,6 @@ so no process ever holds a network that it does not run.
 
 from __future__ import annotations
 
-import os
 import pathlib
 import re
 import subprocess
@@ -25,15 +24,15 @@ def rules_of(pattern):
   return nms.configure.rules(dict.fromkeys(PLACES, pattern), recipe="sr_ste", sparse_steps=1)
 
 
-def tree(shapes, kind, rows, values=None, keep=False):
+def tree(shapes, kind, rows=None, values=None):
   """Returns random parameters on the device: dense, or n:m ones prepared for the fastest product.
 
   Args:
     shapes: of the parameters of a network that does not scan.
     kind: 'dense' or n:m.
-    rows: path -> rows of x, as `deployed.rows_of` returns.
+    rows: path -> rows of x, as `inference_tree.rows_of` returns; None: kernels stay as
+      `inference_tree.pack_tree` makes them.
     values: dtype of packed values; None: float32.
-    keep: kernels stay as `deployed.pack_tree` makes them.
   """
   import jax.numpy as jnp
 
@@ -44,15 +43,12 @@ def tree(shapes, kind, rows, values=None, keep=False):
   from nm_sparsity_jax.deploy import inference_tree
 
   rng = np.random.default_rng(0)
-  if kind == DENSE:
-    chosen = ()
-  else:
-    chosen, _ = inference_tree.decide(shapes, rules_of(kind))
+  chosen = () if kind == DENSE else inference_tree.decide(shapes, rules_of(kind))[0]
 
   def one(path, x):
     if path in chosen:
       kernel = layers.random(x.shape[0], x.shape[1], NM.parse(kind), values)
-      return kernel if keep else packed.prepare(kernel, rows(path))
+      return packed.prepare(kernel, rows(path)) if rows else kernel
     return jnp.asarray(rng.standard_normal(x.shape, np.float32) / 32)
 
   return map_with_names(one, shapes)
@@ -74,7 +70,5 @@ def most(*argv):
   Args:
     *argv: the program and its arguments.
   """
-  done = subprocess.run(
-    [sys.executable, *argv], capture_output=True, text=True, check=True, env=dict(os.environ)
-  )
+  done = subprocess.run([sys.executable, *argv], capture_output=True, text=True, check=True)
   return int(done.stdout.split()[-1])

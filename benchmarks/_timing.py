@@ -10,7 +10,9 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import pathlib
 import platform
+import re
 import statistics
 import sys
 import time
@@ -96,20 +98,24 @@ def head(*cells: str) -> None:
   print("|" + "---|" * len(cells))
 
 
+def table(rows: list[dict], path: str | None) -> None:
+  """Prints rows that have the same keys, and saves them; see `save`."""
+  head(*rows[0])
+  for cells in rows:
+    row(*cells.values())
+  save(path, rows)
+
+
 def machine() -> dict[str, str]:
   """Returns what the figures were measured on."""
   import jax
   import jaxlib
 
-  cpu = platform.processor() or platform.machine()
-  try:
-    with open("/proc/cpuinfo", encoding="utf8") as f:
-      cpu = next(line.split(":", 1)[1].strip() for line in f if line.startswith("model name"))
-  except (OSError, StopIteration):
-    pass
+  cpuinfo = pathlib.Path("/proc/cpuinfo")
+  names = re.findall("model name.*: (.*)", cpuinfo.read_text()) if cpuinfo.exists() else []
   device = jax.devices()[0]
   return {
-    "processor": cpu,
+    "processor": (names or [platform.machine()])[0],
     "device": f"{device.platform} {device.device_kind}",
     "python": platform.python_version(),
     "jax": jax.__version__,

@@ -18,7 +18,6 @@ import sys
 
 import _memory
 import _timing
-import numpy as np
 
 
 def arguments(argv=None):
@@ -163,17 +162,9 @@ def main():
   if args.peaks:
     rows = peaks(args)
   else:
-    import jax
-    import jax.numpy as jnp
-
     network, shapes = shaped(args)
-    rng = np.random.default_rng(0)
-    draw = lambda x: jnp.asarray(rng.standard_normal(x.shape, np.float32) / 32)
-    rows = over_dense(network, jax.tree.map(draw, shapes), args)
-  _timing.head(*rows[0])
-  for row in rows:
-    _timing.row(*row.values())
-  return _timing.save(args.json, rows)
+    rows = over_dense(network, _memory.tree(shapes, _memory.DENSE), args)
+  return _timing.table(rows, args.json)
 
 
 if __name__ == "__main__":

@@ -61,10 +61,8 @@ def measured(args):
   import jax
 
   from nm_sparsity_jax.analysis import bench
-  from nm_sparsity_jax.deploy import inference_tree
 
   network, shapes, _ = network_of(args)
-  rows = inference_tree.rows_of(network.config, 1)
   same = ["--layers", str(args.layers), "--core", str(args.core)]
   same += ["--values", args.values] if args.values else []
 
@@ -76,7 +74,7 @@ def measured(args):
     }  # fmt: skip
 
   for pattern in args.patterns:
-    tree = _memory.tree(shapes, pattern, rows, args.values, keep=True)
+    tree = _memory.tree(shapes, pattern, values=args.values)
     (whole,) = bench.bench(network, tree, batch=1, turns=args.blocks).timings
     if pattern == args.patterns[0]:
       dense = sum(4 * math.prod(x.shape) for x in jax.tree.leaves(shapes))
@@ -89,11 +87,7 @@ def main():
   _timing.pin(args.core)
   if args.peak:
     return peak(args)
-  rows = list(measured(args))
-  _timing.head(*rows[0])
-  for row in rows:
-    _timing.row(*row.values())
-  return _timing.save(args.json, rows)
+  return _timing.table(list(measured(args)), args.json)
 
 
 if __name__ == "__main__":

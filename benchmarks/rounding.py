@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import io
+import itertools
 import json
 import os
 import pathlib
@@ -34,7 +35,7 @@ def arguments():
     description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
   )
   parser.add_argument("folders", nargs="+", help="of quickstarts")
-  parser.add_argument("--runs", nargs="+", help="recipes of runs (default: all sparse ones)")
+  parser.add_argument("--runs", nargs="+", default=["*"], help="recipes (default: all sparse ones)")
   parser.add_argument("--json", help="write the figures to this file")
   return parser.parse_args()
 
@@ -59,13 +60,13 @@ def scores(task, checkpoint, folder):
   return {name: float(value) for name, value in found}
 
 
-def rows_of(folder, names):
-  """Returns a row for each run of a quickstart and each kind of values."""
+def rows_of(folder, recipe):
+  """Returns a row for each run of a recipe in a quickstart's folder, and each kind of values."""
   task = "mini-glue" if (folder / "start-seed0").is_dir() else "rebus"
-  for path in sorted(folder.glob("*-1_*-seed0")):
+  paths = sorted(folder.glob(f"{recipe}-1_*-seed0"))
+  assert paths, f"{folder} has no sparse run {recipe}: is it the folder of a quickstart?"
+  for path in paths:
     name = path.name.partition("-")[0]
-    if names and name not in names:
-      continue
     with tempfile.TemporaryDirectory() as room:
       room = pathlib.Path(room)
       said("finalize", path, room / "final")
@@ -76,16 +77,16 @@ def rows_of(folder, names):
         file = room / f"{values}.safetensors"
         packed = json.loads(said("pack", room / "final", file, "--dtype", values, "--json"))
         size = sum(kernel["bytes"] for kernel in packed["packed"].values())
-        found = scores(task, file, room / values)
-        yield {"task": task, "run": name, "values": values, "bytes": size, **found}
+        of = {"task": task, "run": name, "values": values, "bytes": size}
+        yield of | scores(task, file, room / values)
 
 
 def main():
   args = arguments()
   os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
   rows = []
-  for folder in map(pathlib.Path, args.folders):
-    for row in rows_of(folder, args.runs):
+  for folder, recipe in itertools.product(map(pathlib.Path, args.folders), args.runs):
+    for row in rows_of(folder, recipe):
       rows.append(row)
       _timing.row(*row.values())
   _timing.save(args.json, rows)
