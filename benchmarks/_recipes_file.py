@@ -9,6 +9,8 @@ import os
 import pathlib
 from typing import Any, NamedTuple
 
+RESULTS = pathlib.Path(__file__).with_name("results")
+
 
 @dataclasses.dataclass(frozen=True)
 class Row:

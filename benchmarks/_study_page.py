@@ -1,10 +1,11 @@
-"""What docs/results.md and README show of the records: each part is generated between two markers.
+"""What docs/results*.md and README show of the records: each part is generated between two markers.
 
 records -> [verdicts], cells -> [pages] -> lines of Markdown -> [fill] -> a page
 """
 
 from __future__ import annotations
 
+import json
 import math
 import re
 import statistics
@@ -12,8 +13,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import _study_statistics as statistic
+import jax.numpy as jnp
+from _recipes_file import RESULTS
 from _study import Cell, Contrast, Pair, Study, tuned, tuning_losses
 from _study_statistics import Shown, Verdict
+
+from nm_sparsity_jax.core import packed
 
 TASKS = {
   "bigram80": "80 symbols",
@@ -142,6 +147,25 @@ def choice(study: Study) -> list[str]:
   return table([*head, "recipe and phases"], lines)
 
 
+def packed_weights() -> list[str]:
+  """Returns what packed float32 weights cost, by the records of benchmarks/packed.py."""
+  record = json.loads((RESULTS / "packed_cpu.json").read_text())
+  times = {(x["backend"], x["pattern"], x["rows"]): x["mean"] for x in record["rows"]}
+  said = []
+  for pattern in PATTERNS:
+    size = packed.pack(jnp.zeros((1024, 1024)), pattern).nbytes / 2**22
+    speed = times["cpu_ffi", pattern, 1]
+    said.append(
+      f"At {pattern} they have {size:.2f} of the bytes and are {speed:.1f} times as fast."
+    )
+  return [
+    "Packed weights beside dense ones, float32, in the products of one row of x on one core "
+    f"({record['processor']}):",
+    *said,
+    "[performance.md](performance.md) has more.",
+  ]
+
+
 def explored(study: Study) -> list[str]:
   """Returns contrasts of words that no hypothesis asked."""
   pair = lambda row, over, p: Pair(word_cell(row, p), word_cell(over, p))
@@ -185,22 +209,9 @@ def tuning(study: Study) -> list[str]:
   return table(("recipe", gain, "best rate", "best lambda", "then over `sr_ste` (H3)"), lines)
 
 
-def largest(verdict: Verdict) -> str:
-  """Returns the largest contrast of those that decided."""
-  wanted = {"supported": "holds", "contradicted": "fails"}.get(verdict.word)
-  if not wanted:
-    return ""
-  found = [shown for shown in verdict.shown if shown.says == wanted]
-  measure = found[0].contrast.measure  # points and logarithms do not compare
-  best = max((s for s in found if s.contrast.measure == measure), key=lambda s: abs(s.mean))
-  return f"{name_of(best.contrast)}, {mean_of(best)}"
-
-
 def verdict_lines(verdicts: Sequence[Verdict]) -> list[str]:
-  lines = (
-    [v.hypothesis.name, v.hypothesis.says, f"**{v.word}**", v.why, largest(v)] for v in verdicts
-  )
-  return table(("", "hypothesis", "verdict", "contrasts", "largest that decided"), lines)
+  lines = ([v.hypothesis.name, v.hypothesis.says, f"**{v.word}**", v.why] for v in verdicts)
+  return table(("", "hypothesis", "verdict", "contrasts"), lines)
 
 
 def claims(verdicts: Sequence[Verdict]) -> list[str]:
@@ -310,15 +321,22 @@ def pages(study: Study) -> dict[str, dict[str, list[str]]]:
   """Returns page -> part -> its lines."""
   verdicts = statistic.verdicts(study)
   results = {
-    "amount": amount(study),
     "choice": choice(study),
+    "packed": packed_weights(),
+    "claims": claims(verdicts),
+  }
+  appendix = {
+    "amount": amount(study),
     "explored": explored(study),
     "lambda": lambda_lines(study),
     "tuning": tuning(study),
     "verdicts": verdict_lines(verdicts),
-    "claims": claims(verdicts),
     "rebus": rebus(study),
     "contrasts": contrasts(verdicts),
     "cells": cells(verdicts, study),
   }
-  return {"docs/results.md": results, "README.md": {"words": readme(study)}}
+  return {
+    "docs/results.md": results,
+    "docs/results_appendix.md": appendix,
+    "README.md": {"words": readme(study)},
+  }

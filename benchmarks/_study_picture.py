@@ -1,13 +1,16 @@
-"""The picture of the study: price against score on words.
+"""The pictures of the study: price against score on words, and the contrasts that are decided.
 
-records -> cells -> matplotlib -> docs/recipes.svg
+records -> cells, verdicts -> matplotlib -> docs/recipes.svg, docs/contrasts.svg
 """
 
 from __future__ import annotations
 
+import math
 import pathlib
+import textwrap
 
 import _study_page as page
+import _study_statistics as statistic
 import matplotlib
 from _study import Study
 from matplotlib.figure import Figure
@@ -49,7 +52,33 @@ def price(study: Study) -> Figure:
   return figure
 
 
+def forest(study: Study) -> Figure:
+  """Returns the factors of the hypotheses that are decided, with their intervals."""
+  shown = [
+    (verdict.hypothesis.name, shown)
+    for verdict in statistic.verdicts(study)
+    if verdict.word in ("supported", "contradicted")
+    for shown in verdict.shown
+    if shown.contrast.measure != "points"
+  ]
+  figure = Figure(figsize=(9.5, 0.8 + 0.36 * len(shown)), layout="constrained")
+  axes = figure.subplots()
+  axes.axvline(1, color="#999999", linewidth=0.8)
+  for y, (_, found) in enumerate(shown):
+    mean, low, high = (math.exp(x) for x in (found.mean, found.low, found.high))
+    colour, fill = ("#009e73",) * 2 if found.says == "holds" else ("#d55e00", "white")
+    axes.errorbar(
+      mean, y, xerr=[[mean - low], [high - mean]], fmt="o", capsize=3, color=colour, mfc=fill
+    )
+  names = (f"{name}: {page.name_of(found.contrast)}" for name, found in shown)
+  axes.set_yticks(range(len(shown)), [textwrap.fill(name, 68) for name in names], fontsize=8)
+  axes.invert_yaxis()
+  axes.set_xlabel("error over that of the control (filled: holds, open: fails)")
+  return figure
+
+
 def write(folder: pathlib.Path, study: Study) -> None:
-  """Writes the picture."""
+  """Writes the pictures."""
   with matplotlib.rc_context(STYLE):
-    price(study).savefig(folder / "recipes.svg", metadata={"Date": None})
+    for name, draw in (("recipes", price), ("contrasts", forest)):
+      draw(study).savefig(folder / f"{name}.svg", metadata={"Date": None})

@@ -30,9 +30,8 @@ from typing import Any
 
 import _study
 import _timing
-from _recipes_file import Row, Run, append, read
+from _recipes_file import RESULTS, Row, Run, append, read
 
-RESULTS = pathlib.Path(__file__).with_name("results")
 ROOT = pathlib.Path(__file__).parents[1]
 
 # Rebus: SR-STE that is dense for as long as another row. What such a row has beyond it, it owes to
