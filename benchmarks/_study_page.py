@@ -159,7 +159,7 @@ def packed_weights() -> list[str]:
       f"At {pattern} they have {size:.2f} of the bytes and are {speed:.1f} times as fast."
     )
   return [
-    "Packed weights beside dense ones, float32, in the products of one row of x on one core "
+    "Packed weights beside dense ones, float32, in products with one row of inputs on one core "
     f"({record['processor']}):",
     *said,
     "[performance.md](performance.md) has more.",
@@ -322,6 +322,7 @@ def pages(study: Study) -> dict[str, dict[str, list[str]]]:
   verdicts = statistic.verdicts(study)
   results = {
     "choice": choice(study),
+    "best": readme(study),
     "packed": packed_weights(),
     "claims": claims(verdicts),
   }

@@ -95,7 +95,7 @@ def part(name):
 
 
 def test_the_pages_are_what_the_records_say(tmp_path):
-  """`--report` changes nothing. Texts of the pictures are compared: other figures move the points."""
+  """`--report` changes nothing. Of pictures the texts are compared: other figures move points."""
   names = ("README.md", "docs/results.md", "docs/results_appendix.md")
   pages = {name: (ROOT / name).read_text("utf8") for name in names}
   (tmp_path / "docs").mkdir()

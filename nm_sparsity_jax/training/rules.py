@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
 import logging
 import math
 import re
@@ -22,7 +21,7 @@ from jax.sharding import NamedSharding
 
 from nm_sparsity_jax.core import masks, trace
 from nm_sparsity_jax.core.groups import Groups
-from nm_sparsity_jax.core.trees import flatten
+from nm_sparsity_jax.core.trees import alike, flatten
 from nm_sparsity_jax.recipes import Dense, Recipe
 from nm_sparsity_jax.training import roles
 from nm_sparsity_jax.training.sites import Assignment, Site
@@ -106,6 +105,10 @@ class Rules:
   def _assigned(self) -> dict[_Shapes, Assignment]:
     return {}  # shapes of a tree -> its assignment
 
+  @functools.cached_property
+  def _said(self) -> set[str]:
+    return set()  # what `assign` has logged
+
   # Shardings hold devices and compiled regexes are caches: neither goes into another process.
   def __reduce__(self):
     return Rules, (self.places, self.axes, self.indivisible, self.optional)
@@ -120,13 +123,11 @@ class Rules:
   def text(self) -> str:
     """Returns one line a place: what a checkpoint holds, and `rules_text.parse` reads.
 
-    Equal rules have one text. The first place that matches wins, so their order counts where
-    their recipes differ. Fields at their defaults are left out, so that a field that a later
-    version adds changes no text.
+    Equal rules have one text. The first place that matches wins, so their order counts. Fields at
+    their defaults are left out, so that a field that a later version adds changes no text.
     """
-    recipes = {place: _recipe_text(recipe) for place, recipe in self.places.items()}
-    lines = [f"{place}: {recipe}" for place, recipe in _ordered(recipes)]
-    lines += [f"axis {regex}: {axis}" for regex, axis in _ordered(self.axes)]
+    lines = [f"{place}: {_recipe_text(recipe)}" for place, recipe in self.places.items()]
+    lines += [f"axis {regex}: {axis}" for regex, axis in self.axes.items()]
     lines += [f"optional {place}" for place in self.optional]
     if self.indivisible != "error":
       lines.append(f"indivisible: {self.indivisible}")
@@ -185,7 +186,9 @@ class Rules:
       shardings: a tree like the parameters; leaves are `NamedSharding`. Others are passed over.
     """
     known = {path: s for path, s in flatten(shardings) if isinstance(s, NamedSharding)}
-    return dataclasses.replace(self, shardings=known)
+    new = dataclasses.replace(self, shardings=known)
+    new._said.update(self._said)
+    return new
 
   def for_model(self, function: Callable[..., Any], params: Any, *inputs: Any) -> Rules:
     """Returns the same rules, with the axes that a program contracts its parameters along.
@@ -298,17 +301,13 @@ class Rules:
       return self._assigned[shapes]
     known, sites, skipped, dense = dict(shapes), {}, {}, []
     ambiguous: list[str] = []
-    doubted: list[str] = []
+    remarks: dict[str, str] = {}
     for path, shape in shapes:
       if self.sparse_recipe(path) is None:
         dense.append(path)
         continue
-      axis, default = self._axis_of(path), _default_axis(path, known)
-      if axis is None:
-        axis = default
-      elif default is not None and roles.bias_of(path, known) is not None:
-        own, other = (masks.check_axis(shape, a, gaps=True) for a in (axis, default))
-        doubted += [f"{path!r}: axes= says {axis}, its bias {default}"] if own != other else []
+      axis = self._axis_of(path)
+      axis = _default_axis(path, known) if axis is None else axis
       # '.*' also matches biases and scales. To make one sparse, write its whole path.
       is_vector = len(shape) == 1 and path not in {*self.places, *self.axes}
       site = None if axis is None or is_vector else self.site(path, shape, axis)
@@ -317,20 +316,25 @@ class Rules:
         ambiguous.append(f"{path!r} of shape {shape}{hint}")
       elif isinstance(site, str):
         skipped[path] = site
-        _warn(f"{path} stays dense: {site}")
+        remarks[path] = f"stays dense: {site}"
       else:
-        sites[path] = site
+        # Only of an axis by hand, or one that a program showed: a default looks at the bias.
+        is_output = isinstance(axis, int) and len({*shape}) == 2 == len(shape)
+        is_output = is_output and roles.bias_of(path, known) == (shape[axis],)
+        sites[path] = site = dataclasses.replace(site, is_output=is_output)
         if site.remarks:
-          _warn(f"{path}: {'; '.join(site.remarks)}")
+          remarks[path] = "; ".join(site.remarks)
     if ambiguous:
       raise ValueError(
         f"which axis the product sums over is not known for {', '.join(ambiguous)}: let the "
         "forward pass tell, rules = rules.for_model(forward, params, *inputs), or name it, such as "
         "axes={'.*/kernel': 0} (gin: SPARSITY_AXES)."
       )
-    if doubted:
-      _warn(f"is this the axis that the product sums over? {'; '.join(doubted)}")
     self._check_all_used(known)
+    for name, _, remark in alike(remarks):
+      if (said := f"{name}: {remark}") not in self._said and _log.isEnabledFor(logging.WARNING):
+        self._said.add(said)
+        _log.warning("%s", said)
     self._assigned[shapes] = assignment = Assignment(sites, skipped, tuple(dense))
     return assignment
 
@@ -383,12 +387,6 @@ def _default_axis(path: str, shapes: Mapping[str, tuple[int, ...]]) -> masks.Axi
   return -2 if 3 <= len(shape) <= 5 and is_conv else None
 
 
-@functools.cache
-def _warn(text: str) -> None:
-  """Warns once: equal rules that know other shardings are assigned anew."""
-  _log.warning("%s", text)
-
-
 def _alternatives(regex: str) -> list[str]:
   """Returns what a regex joins by '|', outside of brackets."""
   parts, part = [], ""
@@ -402,12 +400,6 @@ def _alternatives(regex: str) -> list[str]:
       parts.append(part)
       part = ""
   return parts
-
-
-def _ordered(table: Mapping[str, Any]) -> list[tuple[str, Any]]:
-  """Returns the entries, neighbours of one value by name: whichever of them wins is the same."""
-  neighbours = itertools.groupby(table.items(), key=lambda entry: entry[1])
-  return [entry for _, entries in neighbours for entry in sorted(entries)]
 
 
 def _recipe_text(recipe: Recipe) -> str:

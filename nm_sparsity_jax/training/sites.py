@@ -29,12 +29,14 @@ class Site:
     recipe: what is applied to it.
     groups: where its groups lie.
     place: the place of the rules that named it.
+    is_output: whether a bias says that the axis is one of outputs, which no product sums over.
   """
 
   path: str
   recipe: Recipe
   groups: Groups
   place: str
+  is_output: bool = False
 
   @property
   def pattern(self) -> NM:
@@ -60,6 +62,8 @@ class Site:
   def remarks(self) -> tuple[str, ...]:
     """Returns what is unusual about this site, in words; empty where nothing is."""
     remarks = []
+    if self.is_output:
+      remarks.append(f"is axis {self.axis} summed over? The bias says that it is one of outputs")
     if self.groups.pad:
       remarks.append(f"axis padded by {self.groups.pad}")
     fits = {pattern for _, pattern in self.recipe.levels(self.axis_size)}

@@ -48,8 +48,8 @@ def init_state(params: Any, rules: Rules) -> State:
       over     how many non-zeros too many the first weights had, where a recipe is hold
       scale    float32 scalars, in place of masks where a recipe is s_ste
 
-    Masks are all True until their step comes; hold, and one_shot with `dense = 0`, take it here,
-    from `params`. So does s_ste, which takes its scale again at dense.
+    Masks are all True until their step comes. hold, and one_shot with `dense = 0`, take it here,
+    from `params`. s_ste takes its scale here, and anew when the step is `dense`.
   """
   arrays, new = dict(flatten(params)), {}
   for path, site in rules.assign(params).sites.items():
