@@ -83,8 +83,8 @@ def magnitude_mask(
   [True, False, True, True]
   """
   pattern = NM.parse(pattern)
-  if n is None or isinstance(n, int):
-    pattern, n = pattern if n is None else NM(n, pattern.m), None
+  if isinstance(n, int):
+    pattern, n = NM(n, pattern.m), None
   w = _floating(w)
   if parent is not None and (parent.shape != w.shape or parent.dtype != jnp.bool_):
     raise ValueError(
@@ -92,8 +92,10 @@ def magnitude_mask(
       f"shape {w.shape} and dtype bool. Pass a mask of the same weight."
     )
   axes = _whole_groups(w.shape, axis, pattern.m)
-  last = pattern.n if settles and n is not None else None
-  kept = KeepSpec(pattern.m, pattern.n if n is None else None, last)
+  if n is None:
+    kept = KeepSpec(pattern.m, pattern.n)
+  else:
+    kept = KeepSpec(pattern.m, last=pattern.n if settles else None)
   return primitive.mask(w, kept, axes, n, parent)
 
 
