@@ -24,6 +24,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from nm_sparsity_jax.core.errors import choose
 from nm_sparsity_jax.core.files import Lazy, whole
 from nm_sparsity_jax.core.trees import flatten, nested
 from nm_sparsity_jax.deploy import names, safetensors_file
@@ -291,10 +292,7 @@ def activations_of(words: str, what: str) -> tuple[str, ...]:
     words: its value.
     what: says in an error what was looked at.
   """
-  if words not in _ACTIVATIONS:
-    known = ", ".join(_ACTIVATIONS)
-    raise ValueError(f"{what}: feed_forward_proj is {words!r}: choose one of {known}.")
-  return _ACTIVATIONS[words]
+  return choose(_ACTIVATIONS, f"{what}: feed_forward_proj", words)
 
 
 def to_json(config: T5Config, dtype: str = "float32") -> dict[str, Any]:
