@@ -150,7 +150,7 @@ def inference(dense: Cost, sparse: Rules | Mapping[str, NM | str]) -> Cost:
     recipes = {place: OneShot(pattern=NM.parse(p), phases=phases) for place, p in sparse.items()}
   sites, kept = _sites(dense.ops, recipes), []
   for op in dense.ops:
-    s = _density(sites[op].recipe.timeline(sites[op].axis_size)[-1]) if op in sites else 1.0
+    s = sites[op].pattern.density if op in sites else 1.0
     kept.append(dataclasses.replace(op, flops=op.flops * s, params=round(op.params * s)))
   return Cost(tuple(kept))
 
