@@ -212,7 +212,7 @@ class Hold(TakenOnce):
     full = groups.magnitude_mask(jnp.ones(groups.shape, jnp.float32), self.pattern)
     missing = int(jnp.sum(full) - jnp.sum(state["mask"]))
     few = f"groups have {missing} non-zeros less than they may, and keep what they have"
-    return [*filter(None, [self.problem(state)]), *([few] if missing else [])]
+    return [*filter(None, [self.problem(state), few if missing else ""])]
 
   def next_state(self, groups, state, w, step, last, grad, grad_at):
     return dict(state)

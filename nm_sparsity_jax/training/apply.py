@@ -50,8 +50,7 @@ def sparsify(params: Any, rules: Rules, step: jax.Array | int, state: State | No
     site = sites.get(path)
     if site is None:
       return w
-    at, mask = current(site, step, state)
-    return site.effective(w, at, mask)
+    return site.effective(w, *current(site, step, state))
 
   return map_with_names(apply, params)
 

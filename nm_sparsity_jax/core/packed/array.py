@@ -101,7 +101,10 @@ def like(pattern: NM, shape: tuple[int, ...], dtype: Any) -> NMPacked:
     array(dtype, rows, columns),
     array(np.uint8, -(-rows * bits // 8), columns),
     array(np.float32, columns) if np.dtype(dtype) == np.int8 else None,
-    *(pattern.n, pattern.m, depth, bits),
+    pattern.n,
+    pattern.m,
+    depth,
+    bits,
   )
 
 
