@@ -419,10 +419,8 @@ def _reshape(params, dims, shape, out):
         n = need
       dim.append((axes, n))
       have *= n
-    if have != size:
-      return None
     cut.append(tuple(dim))
-  return None if pieces else tuple(cut)
+  return tuple(cut)
 
 
 def _broadcast(params, dims, shape, out):

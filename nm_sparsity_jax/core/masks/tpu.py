@@ -45,8 +45,6 @@ def serves(w: Any, kept: KeepSpec, axes: tuple[int, ...]) -> bool:
     kept: what to keep.
     axes: the axes of the groups.
   """
-  if not w.size:
-    return False
   view = _View.of(w.shape, axes)
   longest = _LONGEST_SPREAD if kept.m % _ROWS > 0 and kept.m > _ROWS else _LONGEST
   return str(w.dtype) in _DTYPES and view.block(kept.m)[view.last] <= longest
