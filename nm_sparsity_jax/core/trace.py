@@ -250,7 +250,7 @@ class _Walk:
     """Notes the multiply-adds of a product of these parameters, or of one without any."""
     size = sum(self.sizes[path] for path in paths)
     for path in paths:
-      self.macs[path] += macs * self.sizes[path] // max(size, 1)
+      self.macs[path] += macs * self.sizes[path] // size
     if not paths and macs:
       self.others.append((scope, macs))
 

@@ -12,7 +12,6 @@ library; `unstack_layers` says which arrays a scan stacks.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import json
 import os
 import pathlib
@@ -104,8 +103,8 @@ def shapes_of(config: T5Config) -> dict[str, tuple[int, ...]]:
   # The trace of a scan is one layer, so it is fast for any depth.
   network = Transformer(dataclasses.replace(config, scan_layers=True))
   ids = jax.ShapeDtypeStruct((1, 1), jnp.int32)
-  init = functools.partial(network.init, enable_dropout=False)
-  found = dict(flatten(jax.eval_shape(init, jax.random.key(0), ids, ids, ids)["params"]))
+  found = jax.eval_shape(network.init, jax.random.key(0), ids, ids, ids)["params"]
+  found = dict(flatten(found))
   if not config.scan_layers:
     found = apart_all(found)
   return {key: x.shape for key, x in found.items()}

@@ -6,6 +6,7 @@ w, step -> [levels: pattern now -> mask] x [curve: D now] x [gradient mode] -> W
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
@@ -252,7 +253,7 @@ class Recipe:
     cuts |= {p.dense + j for j in curve.knots}
     cuts = sorted(c for c in cuts if 0 <= c <= p.total)
     segments: list[Segment] = []
-    for start, stop in zip(cuts, cuts[1:], strict=False):
+    for start, stop in itertools.pairwise(cuts):
       if start < self.sparse_from:
         new = Segment(start, stop, None, 1.0, 1.0)
       else:
