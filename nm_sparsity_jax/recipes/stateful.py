@@ -153,8 +153,7 @@ class Idp(Recipe):
     # One choice replays all levels crossed: the best of the best is the best.
     n = value_at(levels, step, [kept[0], *kept[:-1]])
     take = lambda: groups.magnitude_mask(w, self.pattern, n, state["mask"])
-    due = self.renewals_due(step) > self.renewals_due(last)
-    return {"mask": when(due, take, lambda: state["mask"])}
+    return self._renewed(state, step, last, take)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -377,18 +377,16 @@ register(
 
 # --- Equinox, haliax, haiku -----------------------------------------------------------------------
 
-# Equinox: its own attention and MLP, one by one or stacked by `filter_vmap`.
+# Equinox: its own attention and MLP, one by one or stacked by `filter_vmap`. haliax has weight/0, of
+# a NamedArray, whose axes lie in the order that a program names them in.
 register(
   "equinox",
   {
-    "ff": r"(.*/)?mlp/layers/\d+/weight",
+    "ff": r"(.*/)?mlp/layers/\d+/weight(/0)?",
     **_attention_roles(r"(.*/)?", "output", "_proj/weight"),
   },
   layouts={r"(.*/)?(mlp/layers/\d+|(query|key|value|output)_proj)/weight": "oi ooi"},
 )
-
-# haliax: a weight is a NamedArray, whose axes lie in the order that a program names them in.
-register("haliax", {"ff": r"(.*/)?mlp/layers/\d+/weight/0"})
 
 # haiku: its attention, MLP and ResNet, and the transformer of its examples. `layer_stack` stacks on
 # axis 0.

@@ -326,7 +326,7 @@ def sr_ste(
         "nms.sr_ste(rules, learning_rate=rate), and a term in the gradient the first, "
         "nms.sr_ste(rules)."
       )
-    return SrSteState(jnp.zeros((), jnp.int32))
+    return SrSteState(jnp.int32(0))
 
   def update(updates, state, params=None, *, nm_state: stored.State | None = None, **extra):
     decoupled = learning_rate is not None
@@ -385,7 +385,7 @@ def count_steps() -> optax.GradientTransformation:
   """
 
   def init(params):
-    return CountStepsState(jnp.zeros((), jnp.int32))
+    return CountStepsState(jnp.int32(0))
 
   def update(updates, state, params=None):
     return updates, CountStepsState(state.count + 1)
