@@ -318,7 +318,7 @@ class Recipe:
     return self._renewed(state, step, last, lambda: groups.magnitude_mask(w, self.pattern))
 
   def _renewed(self, state, step, last, take):
-    """Returns what is kept: `take()` where a renewal came due since `last`, else that of `state`."""
+    """Returns what is kept: `take()` where a renewal came due since `last`, else the old one."""
     due = self.renewals_due(step) > self.renewals_due(last)
     return {self.keeps: when(due, take, lambda: state[self.keeps])}
 

@@ -377,8 +377,8 @@ register(
 
 # --- Equinox, haliax, haiku -----------------------------------------------------------------------
 
-# Equinox: its own attention and MLP, one by one or stacked by `filter_vmap`. haliax has weight/0, of
-# a NamedArray, whose axes lie in the order that a program names them in.
+# Equinox: its own attention and MLP, one by one or stacked by `filter_vmap`. haliax has weight/0: a
+# NamedArray, whose axes lie in the order that a program names them in.
 register(
   "equinox",
   {
