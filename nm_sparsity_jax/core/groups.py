@@ -115,8 +115,7 @@ class Groups:
     # Masks and kernels know adjacent axes and whole groups alone.
     rows = (self._rows(x, jnp.pad) if x.ndim else x for x in arrays)
     out = function(*rows, axis=-1)[..., : self.length]
-    back = sorted(range(len(self.order)), key=self.order.__getitem__)
-    return out.reshape([self.shape[a] for a in self.order]).transpose(back)
+    return out.reshape([self.shape[a] for a in self.order]).transpose(np.argsort(self.order))
 
   def magnitude_mask(
     self,

@@ -118,9 +118,7 @@ def _cut(keys: jax.Array, axis: int, kth: Callable) -> jax.Array:
 
 def _count_dtype(m: int):
   """Returns the smallest unsigned dtype for 0 to m, `_cut`'s top and that of `computed_once`."""
-  if m < 254:
-    return jnp.uint8
-  return jnp.uint16 if m < 65534 else jnp.uint32
+  return np.min_scalar_type(m + 2).type
 
 
 def kth_by_network(keys: jax.Array, n: int, axis: int) -> jax.Array:

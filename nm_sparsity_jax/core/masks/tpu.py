@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
@@ -91,8 +92,7 @@ def mask(
       interpret=interpret,
       name="nm_mask",
     )(n[None], *arrays)
-  back = sorted(range(w.ndim), key=view.order.__getitem__)
-  return out.reshape([w.shape[a] for a in view.order]).transpose(back) != 0
+  return out.reshape([w.shape[a] for a in view.order]).transpose(np.argsort(view.order)) != 0
 
 
 class _View(NamedTuple):
