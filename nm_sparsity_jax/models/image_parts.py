@@ -53,7 +53,7 @@ def layer_norm(
     name: of the norm among the parameters.
     epsilon: added to the variance.
     dtype: of the result; mean and variance are float32.
-    scale: its initializer.
+    scale: initializer of the scale.
   """
   # flax mixes its float32 statistics with narrower inputs.
   with jax.numpy_dtype_promotion("standard"):
