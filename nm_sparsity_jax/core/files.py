@@ -70,8 +70,10 @@ def whole(path: str | os.PathLike, replace: bool = False) -> Iterator[pathlib.Pa
     _remove_left(made)
     yield unfinished
     if not replace and unfinished.is_file():
-      # Another process may have made it meanwhile, and `replace` would take its place.
-      os.link(unfinished, made)
+      try:  # another process may have made it meanwhile, and `replace` would take its place
+        os.link(unfinished, made)
+      except FileExistsError:
+        refuse_existing(made)
     else:
       os.replace(unfinished, made)
   finally:
