@@ -125,7 +125,7 @@ def test_weights_do_not_tell_the_activation_so_you_may(dense, tmp_path, command)
   assert run(*argv, "gated-silu") == 0
   assert huggingface.config_in(tmp_path / "model").mlp_activations == ("silu", "linear")
   argv[2] = tmp_path / "other"
-  assert "feed_forward_proj is 'gelu'" in command(*argv, "gelu")[1]
+  assert "feed_forward_proj='gelu'" in command(*argv, "gelu")[1]
 
 
 def test_a_folder_is_pruned_by_finalize_and_export(tmp_path):

@@ -29,7 +29,7 @@ def test_one_set_of_settings_makes_every_recipe(name):
 @pytest.mark.parametrize(
   "name, fields, word",
   [
-    ("mdgf_exp", {}, "Choose one of: dense, one_shot"),
+    ("mdgf_exp", {}, "choose one of dense, one_shot"),
     ("sr_ste", {"phases": 100}, "phases=100"),
     ("mdgf_linear", {"beta": 0.0}, "beta=0.0"),
     ("sdgf_stepwise", {"beta": 0.1}, "needs decay_kind"),

@@ -67,7 +67,7 @@ class Groups:
 
   def count(self, pattern: NM) -> int:
     """Returns how many groups of `pattern` the weight has."""
-    rest = math.prod(self.shape) // max(self.length, 1)
+    rest = math.prod(self.shape) // self.length
     return self.size // pattern.m * rest
 
   def apply(
@@ -115,8 +115,7 @@ class Groups:
     # Masks and kernels know adjacent axes and whole groups alone.
     rows = (self._rows(x, jnp.pad) if x.ndim else x for x in arrays)
     out = function(*rows, axis=-1)[..., : self.length]
-    back = sorted(range(len(self.order)), key=self.order.__getitem__)
-    return out.reshape([self.shape[a] for a in self.order]).transpose(back)
+    return out.reshape([self.shape[a] for a in self.order]).transpose(np.argsort(self.order))
 
   def magnitude_mask(
     self,

@@ -136,7 +136,8 @@ class Curve:
 
   Attributes:
     value: (j, xp) -> D(j), float32, for an array j of the library `xp`, jax.numpy or numpy.
-    knots: the j at which D(j) has a corner, or becomes 0, for the timeline.
+    knots: the j at which D(j) has a corner, or becomes 0, for the timeline; where it rises from 0
+      also the next j.
   """
 
   value: Callable[[Any, Any], Any]

@@ -15,8 +15,6 @@ def printable(text: str) -> str:
   Args:
     text: one line, maybe of a name that somebody else chose.
   """
-  if text.isprintable():
-    return text
   escaped = lambda c: c.encode("unicode_escape", "backslashreplace").decode()
   return "".join(c if c.isprintable() else escaped(c) for c in text)
 

@@ -12,7 +12,6 @@ library; `unstack_layers` says which arrays a scan stacks.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import json
 import os
 import pathlib
@@ -24,6 +23,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from nm_sparsity_jax.core.errors import choose
 from nm_sparsity_jax.core.files import Lazy, whole
 from nm_sparsity_jax.core.trees import flatten, nested
 from nm_sparsity_jax.deploy import names, safetensors_file
@@ -103,8 +103,8 @@ def shapes_of(config: T5Config) -> dict[str, tuple[int, ...]]:
   # The trace of a scan is one layer, so it is fast for any depth.
   network = Transformer(dataclasses.replace(config, scan_layers=True))
   ids = jax.ShapeDtypeStruct((1, 1), jnp.int32)
-  init = functools.partial(network.init, enable_dropout=False)
-  found = dict(flatten(jax.eval_shape(init, jax.random.key(0), ids, ids, ids)["params"]))
+  found = jax.eval_shape(network.init, jax.random.key(0), ids, ids, ids)["params"]
+  found = dict(flatten(found))
   if not config.scan_layers:
     found = apart_all(found)
   return {key: x.shape for key, x in found.items()}
@@ -291,10 +291,7 @@ def activations_of(words: str, what: str) -> tuple[str, ...]:
     words: its value.
     what: says in an error what was looked at.
   """
-  if words not in _ACTIVATIONS:
-    known = ", ".join(_ACTIVATIONS)
-    raise ValueError(f"{what}: feed_forward_proj is {words!r}: choose one of {known}.")
-  return _ACTIVATIONS[words]
+  return choose(_ACTIVATIONS, f"{what}: feed_forward_proj", words)
 
 
 def to_json(config: T5Config, dtype: str = "float32") -> dict[str, Any]:

@@ -44,7 +44,7 @@ def check_images(images: jax.Array, config: Any) -> None:
 
 
 def layer_norm(
-  x: jax.Array, name: str, epsilon: float, dtype: str, zero: bool = False
+  x: jax.Array, name: str, epsilon: float, dtype: str, scale: Any = nn.initializers.ones
 ) -> jax.Array:
   """Returns `x` normalized over its last axis, with a scale and a bias of its own.
 
@@ -53,14 +53,14 @@ def layer_norm(
     name: of the norm among the parameters.
     epsilon: added to the variance.
     dtype: of the result; mean and variance are float32.
-    zero: start from a scale of 0.
+    scale: initializer of the scale.
   """
   # flax mixes its float32 statistics with narrower inputs.
   with jax.numpy_dtype_promotion("standard"):
     return nn.LayerNorm(
       epsilon,
       dtype=jnp.dtype(dtype),
-      scale_init=nn.initializers.zeros if zero else nn.initializers.ones,
+      scale_init=scale,
       use_fast_variance=False,  # E[x^2] - E[x]^2 loses the digits of a small variance
       name=name,
     )(x)

@@ -81,7 +81,9 @@ def config(name: str, **changes: Any) -> ResNetConfig:
   return dataclasses.replace(choose(CONFIGS, "network", name), **changes)
 
 
-def _batch_norm(x: jax.Array, name: str, train: bool, dtype: str, scale: Any = None) -> jax.Array:
+def _batch_norm(
+  x: jax.Array, name: str, train: bool, dtype: str, scale: Any = nn.initializers.ones
+) -> jax.Array:
   """Returns `x` normalized over all but its last axis; its statistics are float32."""
   # flax mixes its float32 statistics with narrower inputs.
   with jax.numpy_dtype_promotion("standard"):
@@ -90,7 +92,7 @@ def _batch_norm(x: jax.Array, name: str, train: bool, dtype: str, scale: Any = N
       momentum=_KEPT,
       epsilon=_EPSILON,
       dtype=jnp.dtype(dtype),
-      scale_init=scale or nn.initializers.ones,
+      scale_init=scale,
       use_fast_variance=False,
       name=name,
     )(x)

@@ -235,7 +235,7 @@ class Block(nn.Module):
     shift = cfg.window // 2 if self.shifted and side > window else 0
     # A new norm gives 0, so that a new block is the identity.
     norm = lambda y, name: parts.drop_path(
-      self, parts.layer_norm(y, name, _EPSILON, cfg.dtype, zero=True), rate, train
+      self, parts.layer_norm(y, name, _EPSILON, cfg.dtype, nn.initializers.zeros), rate, train
     )
     y = jnp.roll(x, (-shift, -shift), (1, 2)) if shift else x
     attention = WindowAttention(self.heads, cfg, side=side, window=window, shift=shift, name="attn")

@@ -6,6 +6,7 @@ w, step -> [levels: pattern now -> mask] x [curve: D now] x [gradient mode] -> W
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
@@ -252,7 +253,7 @@ class Recipe:
     cuts |= {p.dense + j for j in curve.knots}
     cuts = sorted(c for c in cuts if 0 <= c <= p.total)
     segments: list[Segment] = []
-    for start, stop in zip(cuts, cuts[1:], strict=False):
+    for start, stop in itertools.pairwise(cuts):
       if start < self.sparse_from:
         new = Segment(start, stop, None, 1.0, 1.0)
       else:
@@ -314,9 +315,12 @@ class Recipe:
         needs none.
       grad_at: the weight that `grad` was taken at.
     """
+    return self._renewed(state, step, last, lambda: groups.magnitude_mask(w, self.pattern))
+
+  def _renewed(self, state, step, last, take):
+    """Returns what is kept: `take()` where a renewal came due since `last`, else the old one."""
     due = self.renewals_due(step) > self.renewals_due(last)
-    take = lambda: groups.magnitude_mask(w, self.pattern)
-    return {"mask": when(due, take, lambda: state["mask"])}
+    return {self.keeps: when(due, take, lambda: state[self.keeps])}
 
   def problem(self, state: Mapping[str, jax.Array]) -> str:
     """Returns why the stored mask may not act, where that is known; '' otherwise."""
@@ -350,19 +354,19 @@ def _effective(recipe, axis, step, w, stored):
 
 
 def _pull_back(recipe, axis, step, grad, w, seen, stored):
-  wide, d, kept = _seen(recipe, step, w, seen, stored)
   # In float32, since lambda * W and D * g may be subnormals of a shorter dtype.
-  out = grad.astype(wide.dtype)
+  out = grad.astype(gradients.wider(w.dtype))
   if recipe.gradient_mode == "masked":
+    _, d, kept = _seen(recipe, step, w, seen, stored)
     out = jnp.where(kept, out, d * out)
   if recipe.lam and not recipe.decoupled:
-    out = out + _term(recipe, wide, kept)
+    out = out + _pruned_term(recipe, axis, step, w, seen, stored)
   return out.astype(grad.dtype)
 
 
 def _pruned_term(recipe, axis, step, w, seen, stored):
   wide, _, kept = _seen(recipe, step, w, seen, stored)
-  return _term(recipe, wide, kept)
+  return wide.dtype.type(recipe.lam) * jnp.where(kept, jnp.zeros_like(wide), wide)
 
 
 def _seen(recipe, step, w, seen, stored):
@@ -370,7 +374,3 @@ def _seen(recipe, step, w, seen, stored):
   dtype = gradients.wider(w.dtype)
   wide, d = w.astype(dtype), gradients.computed_once(recipe.decay(step)).astype(dtype)
   return wide, d, recipe.was_kept(wide, seen.astype(dtype), d, stored)
-
-
-def _term(recipe, wide, kept):
-  return wide.dtype.type(recipe.lam) * jnp.where(kept, jnp.zeros_like(wide), wide)

@@ -62,9 +62,8 @@ def leveled_mask(
   """
   w, patterns = lax.stop_gradient(w), [p for _, p in levels]
   take = lambda w, pattern: masks.magnitude_mask(w, pattern, axis, parent=parent)
-  last, most = patterns[-1], len(patterns) - 1
-  if not most:
-    return take(w, last)
+  if len(levels) == 1:
+    return take(w, patterns[0])
   now = value_at(levels, step, range(len(levels)))
   if not isinstance(now, jax.core.Tracer):
     return take(w, patterns[int(now)])
@@ -72,5 +71,5 @@ def leveled_mask(
   # `settles` says so.
   if len({p.m for p in patterns}) == 1:
     n = value_at(levels, step, [p.n for p in patterns])
-    return masks.magnitude_mask(w, last, axis, n=n, parent=parent, settles=True)
+    return masks.magnitude_mask(w, patterns[-1], axis, n=n, parent=parent, settles=True)
   return lax.switch(now, [functools.partial(take, pattern=p) for p in patterns], w)

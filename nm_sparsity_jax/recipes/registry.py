@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any, TypeVar
 
+from nm_sparsity_jax.core.errors import choose
 from nm_sparsity_jax.core.patterns import NM
 from nm_sparsity_jax.core.schedules import Phases
 from nm_sparsity_jax.recipes.base import Recipe
@@ -71,8 +72,6 @@ def recipe(
     phases: the steps of the sparse run.
     **fields: more fields of the recipe.
   """
-  if name not in RECIPES:
-    raise ValueError(f"there is no recipe {name!r}. Choose one of: {', '.join(RECIPES)}.")
   # None is how a gin file says that a macro is not set, so one file serves all recipes.
   given = {k: v for k, v in fields.items() if v is not None}
-  return RECIPES[name](pattern=pattern, phases=phases, **given)  # type: ignore[call-arg]
+  return choose(RECIPES, "recipe", name)(pattern=pattern, phases=phases, **given)

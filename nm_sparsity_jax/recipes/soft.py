@@ -88,8 +88,7 @@ class SSte(TakenOnce):
     return {"scale": self._fit(groups, w)}
 
   def next_state(self, groups, state, w, step, last, grad, grad_at):
-    due = self.renewals_due(step) > self.renewals_due(last)
-    return {"scale": when(due, lambda: self._fit(groups, w), lambda: state["scale"])}
+    return self._renewed(state, step, last, lambda: self._fit(groups, w))
 
 
 def _product(scale, soft, dtype):

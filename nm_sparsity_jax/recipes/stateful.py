@@ -153,8 +153,7 @@ class Idp(Recipe):
     # One choice replays all levels crossed: the best of the best is the best.
     n = value_at(levels, step, [kept[0], *kept[:-1]])
     take = lambda: groups.magnitude_mask(w, self.pattern, n, state["mask"])
-    due = self.renewals_due(step) > self.renewals_due(last)
-    return {"mask": when(due, take, lambda: state["mask"])}
+    return self._renewed(state, step, last, take)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -212,7 +211,7 @@ class Hold(TakenOnce):
     full = groups.magnitude_mask(jnp.ones(groups.shape, jnp.float32), self.pattern)
     missing = int(jnp.sum(full) - jnp.sum(state["mask"]))
     few = f"groups have {missing} non-zeros less than they may, and keep what they have"
-    return [*filter(None, [self.problem(state)]), *([few] if missing else [])]
+    return [*filter(None, [self.problem(state), few if missing else ""])]
 
   def next_state(self, groups, state, w, step, last, grad, grad_at):
     return dict(state)

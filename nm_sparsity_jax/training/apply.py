@@ -50,8 +50,7 @@ def sparsify(params: Any, rules: Rules, step: jax.Array | int, state: State | No
     site = sites.get(path)
     if site is None:
       return w
-    at, mask = current(site, step, state)
-    return site.effective(w, at, mask)
+    return site.effective(w, *current(site, step, state))
 
   return map_with_names(apply, params)
 
@@ -205,7 +204,7 @@ def verify(params: Any, rules: Rules) -> Report:
       pattern=str(pattern),
       groups=counts.size,
       bad_groups=int(bad.sum()),
-      density=float(used.sum() / max(w.size, 1)),
+      density=float(used.mean()),
       first=site.groups.start(int(np.argmax(bad)), pattern) if bad.any() else None,
       not_finite=int((~finite).sum()),
     )

@@ -24,7 +24,7 @@ from typing import Any
 
 from nm_sparsity_jax.core import trace
 from nm_sparsity_jax.core.patterns import NM
-from nm_sparsity_jax.core.schedules import Phases, Segment
+from nm_sparsity_jax.core.schedules import Phases
 from nm_sparsity_jax.recipes import OneShot, Recipe
 from nm_sparsity_jax.training import roles
 from nm_sparsity_jax.training.rules import Rules
@@ -150,7 +150,7 @@ def inference(dense: Cost, sparse: Rules | Mapping[str, NM | str]) -> Cost:
     recipes = {place: OneShot(pattern=NM.parse(p), phases=phases) for place, p in sparse.items()}
   sites, kept = _sites(dense.ops, recipes), []
   for op in dense.ops:
-    s = _density(sites[op].recipe.timeline(sites[op].axis_size)[-1]) if op in sites else 1.0
+    s = sites[op].pattern.density if op in sites else 1.0
     kept.append(dataclasses.replace(op, flops=op.flops * s, params=round(op.params * s)))
   return Cost(tuple(kept))
 
@@ -212,20 +212,13 @@ def _weighed_steps(site: Site, until: int) -> float:
   sparse_steps = 0.0  # sum of s
   for segment in site.recipe.timeline(site.axis_size):
     length = max(0, min(segment.stop, until) - segment.start)
-    if segment.decay_start > 0:
-      at_zero = 0  # D runs linearly and reaches decay_stop only at `stop`, which is the next one's
-    elif segment.decay_stop > 0:
-      at_zero = min(1, length)  # D rises from 0: only the first step is sparse
-    else:
-      at_zero = length
-    sparse_steps += at_zero * _density(segment) + (length - at_zero)
+    # A D that begins above 0 is 0 at `stop` alone, which is the next segment's first step. Where D
+    # rises from 0, the segment is one step.
+    density = segment.pattern.density if segment.pattern and not segment.decay_start else 1.0
+    sparse_steps += length * density
   # A straight-through weight gradient is a whole product: it needs every entry.
   is_masked = site.recipe.gradient_mode == "masked"
   return 2 * sparse_steps + (sparse_steps if is_masked else until)
-
-
-def _density(segment: Segment) -> float:
-  return segment.pattern.density if segment.pattern else 1.0
 
 
 def _sites(ops: Sequence[Op], sparse: Rules | Mapping[str, Any]) -> dict[Op, Site]:

@@ -186,8 +186,7 @@ def with_step(
   if rules is not None:
     _check_layers(variables, rules)
   # Stamps and scale of all layers of a scan are one, as the stack is one parameter.
-  by_kernel = lambda key: dict(flatten((state or {}).get(key, {})))
-  made, renewed, scales = map(by_kernel, ("made", "renewed", "scale"))
+  stored = dict(flatten(state or {}))
 
   def fill(path, leaf):
     layer, _, name = path.rpartition("/")
@@ -197,9 +196,10 @@ def with_step(
     elif not state:
       value = NO_STEP if isinstance(leaf, jax.ShapeDtypeStruct) else leaf
     elif name == "scale":
-      value = scales.get(kernel, NO_STEP)
+      value = stored.get(f"scale/{kernel}", NO_STEP)
     else:
-      value = jnp.stack([state["step"], *(stamp.get(kernel, NO_STEP) for stamp in (made, renewed))])
+      stamps = [stored.get(f"{key}/{kernel}", NO_STEP) for key in ("made", "renewed")]
+      value = jnp.stack([state["step"], *stamps])
     return jnp.broadcast_to(value, leaf.shape)
 
   new = {COLLECTION: map_with_names(fill, variables[COLLECTION])}

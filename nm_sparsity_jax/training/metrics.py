@@ -22,8 +22,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from nm_sparsity_jax.core.patterns import NM
 from nm_sparsity_jax.core.schedules import as_step
 from nm_sparsity_jax.core.trees import flatten
+from nm_sparsity_jax.recipes.levels import value_at
 from nm_sparsity_jax.training.rules import Rules
 from nm_sparsity_jax.training.sites import Site
 from nm_sparsity_jax.training.stored import State, current
@@ -218,15 +220,13 @@ def second_moments(opt_state: Any, params: Any) -> dict[str, jax.Array]:
 
 def _patterns(sites: Mapping[str, Site], step: jax.Array | int) -> dict[str, jax.Array]:
   """Returns n and m of the level that holds at `step`, by rule, float32; 1:1 while dense."""
-  step = as_step(step)
-  found: dict[str, list[jax.Array]] = {}
+  step, found = as_step(step), {}
   for site in sites.values():
-    n = m = jnp.where(step < 0, jnp.float32(0), jnp.float32(1))
-    for start, pattern in site.recipe.levels(site.axis_size):
-      n = jnp.where(step >= start, jnp.float32(pattern.n), n)
-      m = jnp.where(step >= start, jnp.float32(pattern.m), m)
-    found.setdefault(f"nm/n/{site.place}", []).append(n)
-    found.setdefault(f"nm/m/{site.place}", []).append(m)
+    levels = [(0, NM(1, 1)), *site.recipe.levels(site.axis_size)]
+    for name in ("n", "m"):
+      now = value_at(levels, step, [getattr(pattern, name) for _, pattern in levels])
+      now = jnp.where(step < 0, 0, now).astype(jnp.float32)
+      found.setdefault(f"nm/{name}/{site.place}", []).append(now)
   # Levels depend on the length of an axis, so kernels of one rule may differ.
   shared = lambda x: jnp.where(jnp.min(x) == jnp.max(x), x[0], jnp.float32(0))
   return {name: shared(jnp.stack(values)) for name, values in found.items()}

@@ -285,33 +285,18 @@ register(
 # timm's names, in the order of flax: those of `models.vit`, `models.swin` and `models.resnet`. A
 # fused kernel is one of your own; the models here keep q, k and v apart.
 _BLOCK = r"(.*/)?blocks(_\d+)?/"
-_TIMM_BLOCK = {
-  "ff": _BLOCK + r"mlp/fc[12]/kernel",
-  **{role: _BLOCK + f"attn/{role}/kernel" for role in "qkv"},
-  "o": _BLOCK + r"attn/proj/kernel",
-  "stem": r"patch_embed/proj/kernel",
-}
 register(
-  "timm_vit",
-  {**_TIMM_BLOCK, "head": r"head/kernel", "qkv": r"(.*/)?\w*qkv\w*/kernel"},
-)
-
-register(
-  "timm_swin",
+  "timm",
   {
-    **_TIMM_BLOCK,
+    "ff": _BLOCK + r"mlp/fc[12]/kernel",
+    **{role: _BLOCK + f"attn/{role}/kernel" for role in "qkv"},
+    "qkv": r"(.*/)?\w*qkv\w*/kernel",
+    "o": _BLOCK + r"attn/proj/kernel",
+    "stem": r"patch_embed/proj/kernel|conv1/kernel",
     "merge": r"(.*/)?layers_\d+/downsample/reduction/kernel",
-    "head": r"head/fc/kernel",
-  },
-)
-
-register(
-  "timm_resnet",
-  {
-    "stem": r"conv1/kernel",
     "conv": r"(.*/)?layer\d+_\d+/conv\d/kernel",
     "shortcut": r"(.*/)?layer\d+_\d+/downsample_conv/kernel",
-    "head": r"fc/kernel",
+    "head": r"head/(fc/)?kernel|fc/kernel",
   },
 )
 
@@ -392,18 +377,16 @@ register(
 
 # --- Equinox, haliax, haiku -----------------------------------------------------------------------
 
-# Equinox: its own attention and MLP, one by one or stacked by `filter_vmap`.
+# Equinox: its own attention and MLP, one by one or stacked by `filter_vmap`. haliax has weight/0: a
+# NamedArray, whose axes lie in the order that a program names them in.
 register(
   "equinox",
   {
-    "ff": r"(.*/)?mlp/layers/\d+/weight",
+    "ff": r"(.*/)?mlp/layers/\d+/weight(/0)?",
     **_attention_roles(r"(.*/)?", "output", "_proj/weight"),
   },
   layouts={r"(.*/)?(mlp/layers/\d+|(query|key|value|output)_proj)/weight": "oi ooi"},
 )
-
-# haliax: a weight is a NamedArray, whose axes lie in the order that a program names them in.
-register("haliax", {"ff": r"(.*/)?mlp/layers/\d+/weight/0"})
 
 # haiku: its attention, MLP and ResNet, and the transformer of its examples. `layer_stack` stacks on
 # axis 0.

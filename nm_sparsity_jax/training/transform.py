@@ -193,15 +193,14 @@ def sparse(
       masks = when(scalar(state.count) == 0, first, lambda: state.masks)
     g_w, decays = {}, {}
     for path, site in sites.items():
-      at, mask = stored.current(site, step, masks)
-      seen = w_by_path[path], effective[path], at, mask
+      seen = w_by_path[path], effective[path], *stored.current(site, step, masks)
       g_w[path] = site.recipe.pull_back(grads[path], *seen)
       if site.recipe.decoupled:
         term = site.recipe.pruned_term(*seen)
         decays[path] = _rate(learning_rate, step).astype(term.dtype) * term
 
     # The inner update. Its weight decay and trust ratios are those of W, not of W~.
-    w_tree = map_with_names(lambda p, x: w_by_path[p].astype(x.dtype) if p in sites else x, params)
+    w_tree = _replaced(params, {p: w.astype(effective[p].dtype) for p, w in w_by_path.items()})
     with _relaxed():
       g_tree = _replaced(updates, g_w)
       w_updates, inner_state = inner.update(g_tree, state.inner_state, w_tree, **extra)
@@ -219,19 +218,17 @@ def sparse(
       masks = stored.update_state(masks, after, rules, count, updates, before)
 
     # W~ - params.
-    def change(path, u):
-      if path not in sites:
-        return u
-      at, mask = stored.current(sites[path], count, masks)
-      now = sites[path].effective(new_w[path], at, mask)
+    moves = {}
+    for path, site in sites.items():
+      now = site.effective(new_w[path], *stored.current(site, count, masks))
       old = effective[path]
       move = now - old.astype(now.dtype)
       # A move in the dtype of a narrower gradient would leave a rest where W~ is 0.
-      return move.astype(old.dtype) if grads[path].dtype == old.dtype else move
+      moves[path] = move.astype(old.dtype) if grads[path].dtype == old.dtype else move
 
-    dense = map_with_names(lambda path, _: new_w[path], state.dense)
+    dense = _replaced(state.dense, new_w)
     new_state = SparseState(count, state.rules, dense, masks, inner_state)
-    return map_with_names(change, w_updates), new_state
+    return _replaced(w_updates, moves), new_state
 
   # With extra arguments, as line searches and `optax.contrib.reduce_on_plateau` need the loss.
   return optax.GradientTransformationExtraArgs(init, update)
@@ -329,7 +326,7 @@ def sr_ste(
         "nms.sr_ste(rules, learning_rate=rate), and a term in the gradient the first, "
         "nms.sr_ste(rules)."
       )
-    return SrSteState(jnp.zeros((), jnp.int32))
+    return SrSteState(jnp.int32(0))
 
   def update(updates, state, params=None, *, nm_state: stored.State | None = None, **extra):
     decoupled = learning_rate is not None
@@ -369,8 +366,8 @@ def add_sr_ste(
       return x
     w = arrays[path]
     # The mask of the forward pass of this step, made anew: nothing carries it here.
-    at, mask = stored.current(site, step, state)
-    pruned = jnp.where(site.mask(w, at, mask), jnp.zeros_like(w), w)
+    kept = site.mask(w, *stored.current(site, step, state))
+    pruned = jnp.where(kept, jnp.zeros_like(w), w)
     # In float32, since lambda * W may be a subnormal of a narrower dtype.
     lam = jnp.float32(site.recipe.lam * scale)
     return x + (lam * pruned.astype(jnp.float32)).astype(x.dtype)
@@ -388,7 +385,7 @@ def count_steps() -> optax.GradientTransformation:
   """
 
   def init(params):
-    return CountStepsState(jnp.zeros((), jnp.int32))
+    return CountStepsState(jnp.int32(0))
 
   def update(updates, state, params=None):
     return updates, CountStepsState(state.count + 1)

@@ -19,8 +19,8 @@ def _raw(x: jax.Array) -> tuple[jax.Array, int, int]:
   if x.dtype.itemsize == 1:  # 8-bit floats: every one of them is a float16 or bfloat16 too,
     x = x.astype(jnp.float32)  # but float32 holds them all as normal numbers.
   size = x.dtype.itemsize
-  unsigned = {2: jnp.uint16, 4: jnp.uint32, 8: jnp.uint64}[size]
-  inf = np.asarray(np.inf, x.dtype).view(np.dtype(f"uint{8 * size}"))
+  unsigned = np.dtype(f"uint{8 * size}")
+  inf = np.asarray(np.inf, x.dtype).view(unsigned)
   return lax.bitcast_convert_type(x, unsigned), 8 * size, int(inf)
 
 

@@ -54,17 +54,12 @@ def mask(
 def _alike(*arrays: jax.Array) -> list[jax.Array]:
   # In a `shard_map` a weight may be the same on all devices while n or the parent differ. The
   # mask then differs too, so all operands must count as varying.
-  varying = [_varying(jax.typeof(x)) for x in arrays]
+  varying = [jax.typeof(x).manual_axis_type.varying for x in arrays]
   over = frozenset().union(*varying)
   lacking = [tuple(sorted(over - axes)) for axes in varying]
   return [
     lax.pcast(x, axes, to="varying") if axes else x for x, axes in zip(arrays, lacking, strict=True)
   ]
-
-
-def _varying(aval) -> frozenset:
-  # JAX 0.9 calls it `vma`.
-  return aval.vma if hasattr(aval, "vma") else aval.manual_axis_type.varying
 
 
 def groupwise(w, n, parent=None, *, kept: KeepSpec, axes: tuple[int, ...]):

@@ -75,7 +75,7 @@ def select(keys: jax.Array, n: jax.Array | int, axis: int) -> jax.Array:
       kth = functools.partial(kth_by_network, n=n, axis=axis)
   elif m <= _MAX_M_FOR_RANKS:  # no mutants: speed alone
     return _ranks(keys, axis) < n.astype(jnp.uint8)
-  return _cut(keys, _from_end(keys.shape, axis), kth)
+  return _cut(keys, axis, kth)
 
 
 def _one_extreme(keys: jax.Array, axis: int, *, largest: bool) -> jax.Array:
@@ -99,14 +99,16 @@ def _ranks(keys: jax.Array, axis: int) -> jax.Array:
   return rank
 
 
-def _cut(keys: jax.Array, from_end: jax.Array, kth: Callable) -> jax.Array:
+def _cut(keys: jax.Array, axis: int, kth: Callable) -> jax.Array:
   """Keeps the keys above the n-th largest, and the first ones among its equals.
 
   Each key gets a place. Above the n-th largest key it is `top`. For its equals it is `from_end`,
-  their place counted from the end. For the rest it is 0. Equals differ in it, so the n-th largest
-  place is an exact cut.
+  their place counted from the end: m, m - 1, ..., 1. For the rest it is 0. Equals differ in it, so
+  the n-th largest place is an exact cut.
   """
-  small = from_end.dtype.type
+  m = keys.shape[axis]
+  small = _count_dtype(m)
+  from_end = _iota(keys.shape, axis, small, m, -1)
   threshold = kth(keys)
   place = jnp.where(keys == threshold, from_end, small(0))
   top = small(np.iinfo(small).max - 1)  # the very last one is `computed_once`'s
@@ -114,17 +116,9 @@ def _cut(keys: jax.Array, from_end: jax.Array, kth: Callable) -> jax.Array:
   return place >= kth(place)
 
 
-def _from_end(shape, axis: int) -> jax.Array:
-  """Returns m, m - 1, ..., 1 along `axis`, in the fewest bits."""
-  m = shape[axis]
-  return _iota(shape, axis, _count_dtype(m), m, -1)
-
-
 def _count_dtype(m: int):
   """Returns the smallest unsigned dtype for 0 to m, `_cut`'s top and that of `computed_once`."""
-  if m < 254:
-    return jnp.uint8
-  return jnp.uint16 if m < 65534 else jnp.uint32
+  return np.min_scalar_type(m + 2).type
 
 
 def kth_by_network(keys: jax.Array, n: int, axis: int) -> jax.Array:

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
@@ -45,8 +46,6 @@ def serves(w: Any, kept: KeepSpec, axes: tuple[int, ...]) -> bool:
     kept: what to keep.
     axes: the axes of the groups.
   """
-  if not w.size:
-    return False
   view = _View.of(w.shape, axes)
   longest = _LONGEST_SPREAD if kept.m % _ROWS > 0 and kept.m > _ROWS else _LONGEST
   return str(w.dtype) in _DTYPES and view.block(kept.m)[view.last] <= longest
@@ -93,8 +92,7 @@ def mask(
       interpret=interpret,
       name="nm_mask",
     )(n[None], *arrays)
-  back = sorted(range(w.ndim), key=view.order.__getitem__)
-  return out.reshape([w.shape[a] for a in view.order]).transpose(back) != 0
+  return out.reshape([w.shape[a] for a in view.order]).transpose(np.argsort(view.order)) != 0
 
 
 class _View(NamedTuple):

@@ -8,6 +8,7 @@ Everything here is numpy on bit patterns: no backend can flush a subnormal or me
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -20,7 +21,11 @@ DTYPES = ("float32", "bfloat16", "float16", "int8")  # of values
 _LEVELS = 127  # of int8, to either side: -128 has no partner and is not used
 
 
-@jax.tree_util.register_dataclass
+@functools.partial(
+  jax.tree_util.register_dataclass,
+  data_fields=("values", "indices", "scale"),
+  meta_fields=("n", "m", "depth", "bits"),
+)
 @dataclasses.dataclass(frozen=True)
 class NMPacked:
   """One n:m weight (depth, features) without its zeros: n values of every m along the depth.
@@ -42,10 +47,10 @@ class NMPacked:
   values: Any
   indices: Any
   scale: Any
-  n: int = dataclasses.field(metadata={"static": True})
-  m: int = dataclasses.field(metadata={"static": True})
-  depth: int = dataclasses.field(metadata={"static": True})
-  bits: int = dataclasses.field(metadata={"static": True})
+  n: int
+  m: int
+  depth: int
+  bits: int
 
   @property
   def pattern(self) -> NM:
@@ -101,7 +106,10 @@ def like(pattern: NM, shape: tuple[int, ...], dtype: Any) -> NMPacked:
     array(dtype, rows, columns),
     array(np.uint8, -(-rows * bits // 8), columns),
     array(np.float32, columns) if np.dtype(dtype) == np.int8 else None,
-    *(pattern.n, pattern.m, depth, bits),
+    pattern.n,
+    pattern.m,
+    depth,
+    bits,
   )
 
 

@@ -66,10 +66,9 @@ def scan(x: jax.Array, packed: NMPacked) -> jax.Array:
   batch = x.shape[0]
   if batch <= _LANES:
     return scaled(_scan(x, packed), packed)
-  blocks = -(-batch // _LANES)
-  full = jnp.pad(x, ((0, blocks * _LANES - batch), (0, 0)))
-  y = lax.map(lambda part: _scan(part, packed), full.reshape(blocks, _LANES, x.shape[1]))
-  return scaled(y.reshape(blocks * _LANES, packed.features)[:batch], packed)
+  full = jnp.pad(x, ((0, -batch % _LANES), (0, 0)))
+  y = lax.map(lambda part: _scan(part, packed), full.reshape(-1, _LANES, packed.depth))
+  return scaled(y.reshape(-1, packed.features)[:batch], packed)
 
 
 def _scan(x: jax.Array, packed: NMPacked) -> jax.Array:

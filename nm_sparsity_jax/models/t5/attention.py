@@ -43,7 +43,7 @@ def pairs(
   return allowed(queries[:, None, :, None], keys[:, None, None, :])
 
 
-def decoder_mask(tokens: jax.Array, segments: jax.Array | None = None) -> jax.Array:
+def decoder_mask(tokens: jax.Array, segments: jax.Array | None) -> jax.Array:
   """Returns who sees whom in the decoder: the past, no padding, and only its own packed example.
 
   >>> tokens, segments = jnp.array([[5, 6, 7, 8, 0]]), jnp.array([[1, 1, 2, 2, 0]])
