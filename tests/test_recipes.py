@@ -39,6 +39,7 @@ def test_one_set_of_settings_makes_every_recipe(name):
     ("sdgf_geometric", {"k": 3}, "power of two"),
     ("sr_ste", {"lam": -1.0}, "lam=-1.0"),
     ("sr_ste", {"decoupled": 1}, "decoupled=1"),
+    ("idp", {"lam": float("inf")}, "lam=inf"),
     ("snip", {"batches": 71}, "from 1 to 70"),
     ("custom", {"path": ((9, "4:8", 1.0),)}, "sparsify phase"),
     ("custom", {"path": ((20, "4:8", 1.0), (20, "1:8", 0.0))}, "rising steps"),

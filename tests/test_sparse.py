@@ -400,6 +400,7 @@ def test_mistakes_are_said():
     ("needs the parameters", lambda: TX.update(params, opt)),
     ("inside", lambda: nms.sparse(optax.chain(optax.clip(1), several), rules_of(TWO)).init(params)),
     ("learning_rate=rate", lambda: nms.sparse(INNER, RULES)),
+    ("by itself", lambda: nms.sparse(nms.sr_ste(rules_of(TWO)), rules_of(TWO)).init(params)),
     ("fast and slow", lambda: nms.sparse(WRAPPERS["lookahead"](SGD), rules_of(TWO)).init(params)),
     ("grad_fn=.*dense", lambda: TX.update(params, opt, params, grad_fn=jax.grad(loss))),
     ("0 states", lambda: nms.dense_params(params, INNER.init(params))),

@@ -52,8 +52,8 @@ class Recipe:
   Attributes:
     name: the name that `recipe` knows it by.
     stateful: whether it keeps a mask or a scale; see `stored.init_state`.
-    keeps: which of its state `effective` acts by: 'mask', bool, shape of `w`; or 'scale', a float32
-      scalar.
+    keeps: the name of the array in its state that `effective` needs: 'mask', bool, shape of `w`; or
+      'scale', a float32 scalar.
     needs_gradients: whether `next_state` must be given the gradient of each update.
     default_gradient: the gradient mode where `gradient` is None.
     pattern: the target pattern, None for dense.
@@ -86,6 +86,11 @@ class Recipe:
       raise ValueError(
         f"{type(self).__name__}(phases={self.phases!r}): give the steps of the sparse run, for "
         "example Phases(total=100_000, dense=10_000, finetune=20_000)."
+      )
+    if not (0 <= self.lam < math.inf and isinstance(self.decoupled, bool)):
+      raise ValueError(
+        f"{self.name}(lam={self.lam!r}, decoupled={self.decoupled!r}): give a finite lam >= 0, or "
+        "pruned weights grow, and True or False."
       )
     if self.gradient not in (None, "masked", "straight_through"):
       raise ValueError(

@@ -85,11 +85,6 @@ class SrSte(Recipe):
   decoupled: bool = False
 
   def __post_init__(self):
-    lam = (0.2 if self.decoupled else 2e-4) if self.lam is None else self.lam
-    if not (lam >= 0 and isinstance(self.decoupled, bool)):
-      raise ValueError(
-        f"sr_ste(lam={lam!r}, decoupled={self.decoupled!r}): give lam >= 0, or pruned weights "
-        "grow, and True or False."
-      )
-    object.__setattr__(self, "lam", lam)
+    if self.lam is None:
+      object.__setattr__(self, "lam", 0.2 if self.decoupled else 2e-4)
     super().__post_init__()

@@ -96,7 +96,8 @@ def sparse(
   on whole, and a skipped update does not count. `optax.masked` and `optax.multi_transform` may go
   inside or around. Nothing else goes around: a later link of a chain, for example, changes the
   updates, and the parameters are then not W~. `sparse` cannot see that, but `nms.step_count` and
-  `nms.dense_params` refuse the states of optax' wrappers, and `nms.verify` says "NOT n:m".
+  `nms.dense_params` refuse the states of optax' wrappers. `nms.verify` says "NOT n:m" where the
+  parameters are not W~.
 
   One `tx` is for one mesh of devices, since `init` notes how parameters are sharded.
 
@@ -159,6 +160,10 @@ def sparse(
       raise ValueError(
         f"nms.sparse is wrapped around a {type(found[0]).__name__}, and would count updates "
         "that it skips: put nms.sparse inside, as in optax.MultiSteps(nms.sparse(tx, rules), k)."
+      )
+    if states(inner_state, SrSteState):
+      raise ValueError(
+        "nms.sparse adds SR-STE's term by itself: leave nms.sr_ste out of its chain."
       )
     if states(inner_state, optax.LookaheadState):
       raise ValueError(
@@ -265,7 +270,8 @@ def states(opt_state: Any, *kinds: type) -> list[Any]:
       if states(tuple(around), SparseState):
         raise ValueError(
           f"a {type(around).__name__} is around the state of nms.sparse, and its wrapper moves the "
-          "parameters away from W~: put the wrapper inside, as in nms.sparse(wrapper(tx), rules)."
+          "parameters away from W~: put it inside, as in nms.sparse(wrapper(tx), rules), or leave "
+          "it out where it is optax.lookahead."
         )
   return [x for x in jax.tree.leaves(opt_state, is_leaf=is_one) if is_one(x)]
 
