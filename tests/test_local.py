@@ -35,7 +35,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 with warnings.catch_warnings(action="ignore"):
   import t5x_task  # registers the task
 
-  from nm_sparsity_jax.trainer import checkpoints, data, evaluation, step, train
+  from nm_sparsity_jax.trainer import checkpoints, data, evaluation, step, train, workloads
   from nm_sparsity_jax.trainer import text_evaluation as text
   from nm_sparsity_jax.trainer.workloads.t5 import T5
 
@@ -47,26 +47,46 @@ DENSE = dict(recipe="dense", pattern=None, dense_steps=0, finetune_steps=0)
 FF = {"ff": None}
 PHASES = nms.Phases(total=24, dense=8, finetune=4)
 DECOUPLED = nms.recipe("sr_ste", pattern="1:4", phases=PHASES, decoupled=True)
-MODELS = {}
+MODELS, STREAMS, INITIAL = {}, {}, {}
 ADAMW = optax.adamw(0.01)
 EVALUATION = functools.partial(text.Evaluation, batch_size=32)
 
 
 @pytest.fixture(autouse=True, scope="module")
 def no_model_stays():
-  yield
-  MODELS.clear()
+  with pytest.MonkeyPatch.context() as patch:
+    # Each run notes the FLOPs of its model, which are traced for that.
+    patch.setattr(workloads, "describe", functools.cache(workloads.describe))
+    yield
+  for kept in (MODELS, STREAMS, INITIAL):
+    kept.clear()
   gc.collect()  # what Orbax never awaited warns here, not in another file's tests
 
 
 class Model(step.Model):
-  """A model that traces its step once, where each run would trace it anew."""
+  """A model that draws its parameters and traces its step once, where each run would anew."""
+
+  def initial(self, seed_key):
+    if (key := str(seed_key)) not in INITIAL:  # all have the same shapes
+      INITIAL[key] = jax.device_get(super().initial(seed_key))
+    # Copies, since a run donates them.
+    params, collections = jax.tree.map(np.copy, INITIAL[key])
+    return jax.device_put(params, self.shardings(params)), collections
 
   def train_step(self, optimizer, rng, microbatches=1, learning_rate=None):
     key, made = (optimizer, str(rng), microbatches), vars(self).setdefault("made", {})
     if key not in made:
       made[key] = super().train_step(optimizer, rng, microbatches, learning_rate)
     return made[key]
+
+
+class Source(data.Source):
+  """Makes a stream once, where each run would make it anew."""
+
+  def batches(self, seed, start):
+    key = repr(self), seed
+    STREAMS[key], stream = itertools.tee(STREAMS.get(key) or super().batches(seed, 0))
+    return itertools.islice(stream, start, None)
 
 
 def model_of(
@@ -84,7 +104,7 @@ def model_of(
 
 
 def source_of(**fields):
-  return data.Source(**(dict(name="nm_test_sort", lengths=LENGTHS, batch_size=16) | fields))
+  return Source(**(dict(name="nm_test_sort", lengths=LENGTHS, batch_size=16) | fields))
 
 
 def run_of(folder, model=None, **fields):
@@ -322,10 +342,8 @@ def test_devices_that_share_weights_change_nothing():
   optimizer, key, found = optax.sgd(0.1), jax.random.PRNGKey(0), []
   for devices, partitions in ((1, 1), (8, 2)):
     model = model_of(devices, partitions, **SR_STE)
-    state, step_of = (
-      model.begin(model.initial(key)[0], optimizer, 0, {}),
-      model.train_step(optimizer, key),
-    )
+    params, _ = step.Model.initial(model, key)  # drawn on these devices
+    state, step_of = model.begin(params, optimizer, 0, {}), model.train_step(optimizer, key)
     for batch in itertools.islice(model.workload.batches(0, 0), 2):
       state, sums = step_of(state, model.put(batch))
     found.append(jax.device_get((state.params, sums)))
@@ -333,6 +351,14 @@ def test_devices_that_share_weights_change_nothing():
   assert kernel.sharding.spec == jax.P("model", None)
   near = functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5)
   jax.tree.map(near, *found)
+
+
+def test_a_batch_is_a_function_of_its_number():
+  """Of a packed mixture, which is read anew; the other tests go along one stream."""
+  source = hard("-").model.workload.data
+  anew = data.Source.batches(source, 0, 11)
+  for got, want in itertools.islice(zip(anew, source.batches(0, 11), strict=False), 3):
+    assert_same(got, want)
 
 
 def test_the_loss_is_its_definition():
