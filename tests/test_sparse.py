@@ -262,20 +262,24 @@ def test_step_count(tx, updates, steps):
 
 
 def test_what_is_skipped_counts_nothing():
+  """Of a term by the learning rate, and of each kind of state."""
+  names = "sr_ste_decoupled", "idp", "snip", "s_ste"
+  tx = nms.sparse(INNER, rules_of(names), learning_rate=RATE)
+
   def fed(tx, grads):
-    update, params = jax.jit(functools.partial(relaxed, tx.update)), params_of()
+    update, params = jax.jit(functools.partial(relaxed, tx.update)), params_of(names=names)
     opt = tx.init(params)
     for g in grads:
       updates, opt = update(g, opt, params)
       params = optax.apply_updates(params, updates)
     return params, transform.states(opt, transform.SparseState)[0]
 
-  grads = [params_of(10 + i) for i in range(6)]
+  grads = [params_of(10 + i, names=names) for i in range(6)]
   bad = jax.tree.map(lambda g: g * jnp.nan, grads[0])
-  params, opt = fed(TX, grads)
+  params, opt = fed(tx, grads)
   for around, given in (
-    (optax.MultiSteps(TX, 2), [g for g in grads for _ in range(2)]),
-    (optax.apply_if_finite(TX, 3), [bad, *grads[:3], bad, bad, *grads[3:]]),
+    (optax.MultiSteps(tx, 2), [g for g in grads for _ in range(2)]),
+    (optax.apply_if_finite(tx, 3), [bad, *grads[:3], bad, bad, *grads[3:]]),
   ):
     got, state = fed(around, given)
     close(got, params, 1e-5)
