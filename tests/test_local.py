@@ -22,8 +22,6 @@ from reference_arrays import assert_same
 
 import nm_sparsity_jax as nms
 from nm_sparsity_jax import cli
-from nm_sparsity_jax.core.trees import nested
-from nm_sparsity_jax.deploy import inference_tree, packed_file
 from nm_sparsity_jax.models.t5 import network
 from nm_sparsity_jax.runs import checkpoint_rules, folders
 from nm_sparsity_jax.training import configure
@@ -221,30 +219,16 @@ def test_resumed_is_uninterrupted_bit_for_bit(whole, tmp_path):
   assert losses(tmp_path) == losses(whole[0])
 
 
-def test_hold_keeps_the_zeros_of_another_run_and_resumes(whole, tmp_path):
-  model = model_of(recipe="hold", dense_steps=0)
+def test_hold_keeps_the_zeros_of_another_run(whole, tmp_path):
   start = dict(initial_checkpoint=str(whole[0] / "checkpoint_24"), pretrained_steps=24)
-  go = lambda name, **fields: train.train(run_of(tmp_path / name, model, **start, **fields))
-  stop = at_step(9, lambda: os.kill(os.getpid(), signal.SIGTERM))
-  assert go("whole") == go("stopped", learning_rate=stop) == go("stopped") == 0
-  ends = [read(tmp_path / name, 48) for name in ("whole", "stopped")]
-  assert_same(*ends)
-  kernels = [k for k in ends[0] if k.startswith("target/") and "/mlp/" in k]
+  assert train.train(run_of(tmp_path, model_of(recipe="hold", dense_steps=0), **start)) == 0
+  end = read(tmp_path, 48)
+  kernels = [k for k in end if k.startswith("target/") and "/mlp/" in k]
   assert len(kernels) == 6
   for key in kernels:
-    before, after = whole[1][key] != 0, ends[0][key] != 0
-    assert not (after & ~before).any() and (whole[1][key] != ends[0][key]).any()
+    before, after = whole[1][key] != 0, end[key] != 0
+    assert not (after & ~before).any() and (whole[1][key] != end[key]).any()
     assert not after.reshape(-1, 8, after.shape[-1]).sum(1).max() > 1
-
-
-def test_s_ste_trains_finalizes_and_packs_its_scaled_weights(tmp_path):
-  assert train.train(run_of(tmp_path / "run", model_of(recipe="s_ste"))) == 0
-  nms.runs.finalize(tmp_path / "run", tmp_path / "final")
-  nms.runs.pack(tmp_path / "final", tmp_path / "p.safetensors")
-  run, final = (read(tmp_path / name, 24) for name in ("run", "final"))
-  packed, _ = packed_file.read(tmp_path / "p.safetensors")
-  for tree in (nested(final)["target"], inference_tree.unpack_tree(packed["params"])):
-    assert_same(tree, nested(run)["target"])
 
 
 def test_an_evaluation_that_a_kill_cut_off_is_made_up_for(tmp_path):
