@@ -95,6 +95,13 @@ def trajectory():
   return params, opt, jax.jit(jax.vmap(nms.dense_params))(params, opt), losses
 
 
+@functools.cache
+def effective():
+  """W~ of every step, by `sparsify`."""
+  _, opt, dense, _ = trajectory()
+  return jax.jit(jax.vmap(lambda p, s: nms.sparsify(p, RULES, s.count, s.masks)))(dense, opt)
+
+
 def at(tree, i):
   return jax.tree.map(lambda x: x[i], tree)
 
@@ -154,8 +161,7 @@ def test_200_steps_in_place_are_those_of_a_loop_of_the_pieces(name):
     if name in masks[kind]:
       close(masks[kind][name], later.masks[kind][name], 1e-5)
   assert (name in masks[RECIPES[name].keeps]) == RECIPES[name].stateful
-  want = jax.jit(jax.vmap(lambda p, s: nms.sparsify(p, RULES, s.count, s.masks)))(dense, opt)
-  want, seen = np.asarray(want[name]["kernel"])[1:], np.asarray(params[name]["kernel"])
+  want, seen = np.asarray(effective()[name]["kernel"])[1:], np.asarray(params[name]["kernel"])
   before, now = seen[:-1], seen[1:]
   ulp = np.spacing(np.maximum(np.abs(before), np.abs(now)))
   assert (np.abs(now - want) <= ulp).all() and (now[want == 0] == 0).all()
