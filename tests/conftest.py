@@ -1,6 +1,7 @@
 """Eight virtual CPU devices, strict promotion, how hard hypothesis works, one compilation cache."""
 
 import atexit
+import ctypes
 import gc
 import json
 import os
@@ -100,12 +101,26 @@ def pytest_collection_finish():
   gc.freeze()
 
 
+def drop_programs():
+  """What was compiled goes, and its memory back to the system: glibc alone would keep it."""
+  jax.clear_caches()
+  gc.collect()
+  ctypes.CDLL(None).malloc_trim(0)
+
+
 @pytest.fixture(autouse=True, scope="module")
 def programs_of_one_file():
   """What a file compiled goes with it, else a worker holds the programs of all of them."""
   yield
-  jax.clear_caches()
-  gc.collect()
+  drop_programs()
+
+
+@pytest.fixture(autouse=True)
+def programs_of_one_test(request):
+  """Each test of T5X makes models of its own, so that no other test runs their programs."""
+  yield
+  if request.node.get_closest_marker("t5x"):
+    drop_programs()
 
 
 OURS = r"(nm_sparsity_jax|t5x_tasks)\b"  # of modules

@@ -22,8 +22,6 @@ from reference_arrays import assert_same
 
 import nm_sparsity_jax as nms
 from nm_sparsity_jax import cli
-from nm_sparsity_jax.core.trees import nested
-from nm_sparsity_jax.deploy import inference_tree, packed_file
 from nm_sparsity_jax.models.t5 import network
 from nm_sparsity_jax.runs import checkpoint_rules, folders
 from nm_sparsity_jax.training import configure
@@ -35,7 +33,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 with warnings.catch_warnings(action="ignore"):
   import t5x_task  # registers the task
 
-  from nm_sparsity_jax.trainer import checkpoints, data, evaluation, step, train
+  from nm_sparsity_jax.trainer import checkpoints, data, evaluation, step, train, workloads
   from nm_sparsity_jax.trainer import text_evaluation as text
   from nm_sparsity_jax.trainer.workloads.t5 import T5
 
@@ -47,26 +45,46 @@ DENSE = dict(recipe="dense", pattern=None, dense_steps=0, finetune_steps=0)
 FF = {"ff": None}
 PHASES = nms.Phases(total=24, dense=8, finetune=4)
 DECOUPLED = nms.recipe("sr_ste", pattern="1:4", phases=PHASES, decoupled=True)
-MODELS = {}
+MODELS, STREAMS, INITIAL = {}, {}, {}
 ADAMW = optax.adamw(0.01)
 EVALUATION = functools.partial(text.Evaluation, batch_size=32)
 
 
 @pytest.fixture(autouse=True, scope="module")
 def no_model_stays():
-  yield
-  MODELS.clear()
+  with pytest.MonkeyPatch.context() as patch:
+    # Each run notes the FLOPs of its model, which are traced for that.
+    patch.setattr(workloads, "describe", functools.cache(workloads.describe))
+    yield
+  for kept in (MODELS, STREAMS, INITIAL):
+    kept.clear()
   gc.collect()  # what Orbax never awaited warns here, not in another file's tests
 
 
 class Model(step.Model):
-  """A model that traces its step once, where each run would trace it anew."""
+  """A model that draws its parameters and traces its step once, where each run would anew."""
+
+  def initial(self, seed_key):
+    if (key := str(seed_key)) not in INITIAL:  # all have the same shapes
+      INITIAL[key] = jax.device_get(super().initial(seed_key))
+    # Copies, since a run donates them.
+    params, collections = jax.tree.map(np.copy, INITIAL[key])
+    return jax.device_put(params, self.shardings(params)), collections
 
   def train_step(self, optimizer, rng, microbatches=1, learning_rate=None):
     key, made = (optimizer, str(rng), microbatches), vars(self).setdefault("made", {})
     if key not in made:
       made[key] = super().train_step(optimizer, rng, microbatches, learning_rate)
     return made[key]
+
+
+class Source(data.Source):
+  """Makes a stream once, where each run would make it anew."""
+
+  def batches(self, seed, start):
+    key = repr(self), seed
+    STREAMS[key], stream = itertools.tee(STREAMS.get(key) or super().batches(seed, 0))
+    return itertools.islice(stream, start, None)
 
 
 def model_of(
@@ -84,7 +102,7 @@ def model_of(
 
 
 def source_of(**fields):
-  return data.Source(**(dict(name="nm_test_sort", lengths=LENGTHS, batch_size=16) | fields))
+  return Source(**(dict(name="nm_test_sort", lengths=LENGTHS, batch_size=16) | fields))
 
 
 def run_of(folder, model=None, **fields):
@@ -201,30 +219,16 @@ def test_resumed_is_uninterrupted_bit_for_bit(whole, tmp_path):
   assert losses(tmp_path) == losses(whole[0])
 
 
-def test_hold_keeps_the_zeros_of_another_run_and_resumes(whole, tmp_path):
-  model = model_of(recipe="hold", dense_steps=0)
+def test_hold_keeps_the_zeros_of_another_run(whole, tmp_path):
   start = dict(initial_checkpoint=str(whole[0] / "checkpoint_24"), pretrained_steps=24)
-  go = lambda name, **fields: train.train(run_of(tmp_path / name, model, **start, **fields))
-  stop = at_step(9, lambda: os.kill(os.getpid(), signal.SIGTERM))
-  assert go("whole") == go("stopped", learning_rate=stop) == go("stopped") == 0
-  ends = [read(tmp_path / name, 48) for name in ("whole", "stopped")]
-  assert_same(*ends)
-  kernels = [k for k in ends[0] if k.startswith("target/") and "/mlp/" in k]
+  assert train.train(run_of(tmp_path, model_of(recipe="hold", dense_steps=0), **start)) == 0
+  end = read(tmp_path, 48)
+  kernels = [k for k in end if k.startswith("target/") and "/mlp/" in k]
   assert len(kernels) == 6
   for key in kernels:
-    before, after = whole[1][key] != 0, ends[0][key] != 0
-    assert not (after & ~before).any() and (whole[1][key] != ends[0][key]).any()
+    before, after = whole[1][key] != 0, end[key] != 0
+    assert not (after & ~before).any() and (whole[1][key] != end[key]).any()
     assert not after.reshape(-1, 8, after.shape[-1]).sum(1).max() > 1
-
-
-def test_s_ste_trains_finalizes_and_packs_its_scaled_weights(tmp_path):
-  assert train.train(run_of(tmp_path / "run", model_of(recipe="s_ste"))) == 0
-  nms.runs.finalize(tmp_path / "run", tmp_path / "final")
-  nms.runs.pack(tmp_path / "final", tmp_path / "p.safetensors")
-  run, final = (read(tmp_path / name, 24) for name in ("run", "final"))
-  packed, _ = packed_file.read(tmp_path / "p.safetensors")
-  for tree in (nested(final)["target"], inference_tree.unpack_tree(packed["params"])):
-    assert_same(tree, nested(run)["target"])
 
 
 def test_an_evaluation_that_a_kill_cut_off_is_made_up_for(tmp_path):
@@ -322,10 +326,8 @@ def test_devices_that_share_weights_change_nothing():
   optimizer, key, found = optax.sgd(0.1), jax.random.PRNGKey(0), []
   for devices, partitions in ((1, 1), (8, 2)):
     model = model_of(devices, partitions, **SR_STE)
-    state, step_of = (
-      model.begin(model.initial(key)[0], optimizer, 0, {}),
-      model.train_step(optimizer, key),
-    )
+    params, _ = step.Model.initial(model, key)  # drawn on these devices
+    state, step_of = model.begin(params, optimizer, 0, {}), model.train_step(optimizer, key)
     for batch in itertools.islice(model.workload.batches(0, 0), 2):
       state, sums = step_of(state, model.put(batch))
     found.append(jax.device_get((state.params, sums)))
@@ -333,6 +335,14 @@ def test_devices_that_share_weights_change_nothing():
   assert kernel.sharding.spec == jax.P("model", None)
   near = functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5)
   jax.tree.map(near, *found)
+
+
+def test_a_batch_is_a_function_of_its_number():
+  """Of a packed mixture, which is read anew; the other tests go along one stream."""
+  source = hard("-").model.workload.data
+  anew = data.Source.batches(source, 0, 11)
+  for got, want in itertools.islice(zip(anew, source.batches(0, 11), strict=False), 3):
+    assert_same(got, want)
 
 
 def test_the_loss_is_its_definition():

@@ -95,6 +95,13 @@ def trajectory():
   return params, opt, jax.jit(jax.vmap(nms.dense_params))(params, opt), losses
 
 
+@functools.cache
+def effective():
+  """W~ of every step, by `sparsify`."""
+  _, opt, dense, _ = trajectory()
+  return jax.jit(jax.vmap(lambda p, s: nms.sparsify(p, RULES, s.count, s.masks)))(dense, opt)
+
+
 def at(tree, i):
   return jax.tree.map(lambda x: x[i], tree)
 
@@ -154,8 +161,7 @@ def test_200_steps_in_place_are_those_of_a_loop_of_the_pieces(name):
     if name in masks[kind]:
       close(masks[kind][name], later.masks[kind][name], 1e-5)
   assert (name in masks[RECIPES[name].keeps]) == RECIPES[name].stateful
-  want = jax.jit(jax.vmap(lambda p, s: nms.sparsify(p, RULES, s.count, s.masks)))(dense, opt)
-  want, seen = np.asarray(want[name]["kernel"])[1:], np.asarray(params[name]["kernel"])
+  want, seen = np.asarray(effective()[name]["kernel"])[1:], np.asarray(params[name]["kernel"])
   before, now = seen[:-1], seen[1:]
   ulp = np.spacing(np.maximum(np.abs(before), np.abs(now)))
   assert (np.abs(now - want) <= ulp).all() and (now[want == 0] == 0).all()
@@ -262,20 +268,24 @@ def test_step_count(tx, updates, steps):
 
 
 def test_what_is_skipped_counts_nothing():
+  """Of a term by the learning rate, and of each kind of state."""
+  names = "sr_ste_decoupled", "idp", "snip", "s_ste"
+  tx = nms.sparse(INNER, rules_of(names), learning_rate=RATE)
+
   def fed(tx, grads):
-    update, params = jax.jit(functools.partial(relaxed, tx.update)), params_of()
+    update, params = jax.jit(functools.partial(relaxed, tx.update)), params_of(names=names)
     opt = tx.init(params)
     for g in grads:
       updates, opt = update(g, opt, params)
       params = optax.apply_updates(params, updates)
     return params, transform.states(opt, transform.SparseState)[0]
 
-  grads = [params_of(10 + i) for i in range(6)]
+  grads = [params_of(10 + i, names=names) for i in range(6)]
   bad = jax.tree.map(lambda g: g * jnp.nan, grads[0])
-  params, opt = fed(TX, grads)
+  params, opt = fed(tx, grads)
   for around, given in (
-    (optax.MultiSteps(TX, 2), [g for g in grads for _ in range(2)]),
-    (optax.apply_if_finite(TX, 3), [bad, *grads[:3], bad, bad, *grads[3:]]),
+    (optax.MultiSteps(tx, 2), [g for g in grads for _ in range(2)]),
+    (optax.apply_if_finite(tx, 3), [bad, *grads[:3], bad, bad, *grads[3:]]),
   ):
     got, state = fed(around, given)
     close(got, params, 1e-5)

@@ -134,7 +134,6 @@ def test_lambda_is_relative_to_the_mean_loss_per_target(factor, num_microbatches
 @pytest.mark.parametrize(
   "network, optimizer_def, decay",
   [
-    ("t5", OPTIMIZERS["sgd"](), 0.25),
     ("scanned", OPTIMIZERS["adafactor"](), 0.25),
     ("t5", optimizers.chain([optax.apply_if_finite(optax.adam(0.1), 9)]), 0),  # it skips the step
   ],
