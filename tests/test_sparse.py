@@ -326,7 +326,7 @@ def test_wrappers_of_optax_around_it_are_right_or_refused(name):
   else:
     opt = tx.init(optax.LookaheadParams.init_synced(params) if name == "lookahead" else params)
     for of_state in (nms.step_count, lambda opt: nms.dense_params(params, opt)):
-      with pytest.raises(ValueError, match="put the wrapper inside"):
+      with pytest.raises(ValueError, match="put it inside"):
         of_state({"step": jnp.int32(0), "opt": opt})
 
 
