@@ -72,7 +72,9 @@ class Model(step.Model):
     return jax.device_put(params, self.shardings(params)), collections
 
   def train_step(self, optimizer, rng, microbatches=1, learning_rate=None):
-    key, made = (optimizer, str(rng), microbatches), vars(self).setdefault("made", {})
+    # The rate is of the step where a recipe decays weights by it.
+    of_step = learning_rate if "decoupled" in self.rules.text else None
+    key, made = (optimizer, str(rng), microbatches, of_step), vars(self).setdefault("made", {})
     if key not in made:
       made[key] = super().train_step(optimizer, rng, microbatches, learning_rate)
     return made[key]
@@ -175,6 +177,19 @@ def test_learns_dense_then_sparse_from_that_checkpoint(tmp_path):
   targets = ["".join(sorted(x["inputs"]["inputs_pretokenized"])) for x in rows]
   letters = t5x_task.letters_in_place(targets, [x["prediction"] for x in rows])
   assert letters == {"letters": scores[-1]["letters"]} and len(rows) == 32
+
+
+def test_a_decoupled_term_decays_by_the_rate_of_the_run(tmp_path):
+  """The optimizer moves nothing, so pruned weights alone change."""
+  places = {"ff": nms.recipe("sr_ste", pattern="1:4", phases=nms.Phases(total=24), decoupled=True)}
+  model = model_of(places=places, **DENSE, sparse_steps=24)
+  assert train.train(run_of(tmp_path, model, optimizer=optax.sgd(0.0), learning_rate=falling)) == 0
+  begin, end = read(tmp_path, 6), read(tmp_path, 12)
+  wo = "encoder/layers_0/mlp/wo/kernel"
+  kept, w = (begin[f"{of}/{wo}"] for of in ("target", "state/nm_sparsity/dense"))
+  factor = np.prod([1 - 0.2 * falling(step) for step in range(6, 12)])
+  want = np.where(kept == 0, w * factor, w)
+  np.testing.assert_allclose(end[f"state/nm_sparsity/dense/{wo}"], want, rtol=1e-5)
 
 
 # --- resume ------------------------------------------------------------------------------------

@@ -107,7 +107,7 @@ class Rules:
 
   @functools.cached_property
   def _said(self) -> set[str]:
-    return set()  # what `assign` has logged
+    return set()  # what `warn` has logged
 
   # Shardings hold devices and compiled regexes are caches: neither goes into another process.
   def __reduce__(self):
@@ -332,11 +332,15 @@ class Rules:
       )
     self._check_all_used(known)
     for name, _, remark in alike(remarks):
-      if (said := f"{name}: {remark}") not in self._said and _log.isEnabledFor(logging.WARNING):
-        self._said.add(said)
-        _log.warning("%s", said)
+      self.warn(f"{name}: {remark}")
     self._assigned[shapes] = assignment = Assignment(sites, skipped, tuple(dense))
     return assignment
+
+  def warn(self, text: str) -> None:
+    """Logs a warning, once however often a trainer makes its state or its mesh."""
+    if text not in self._said and _log.isEnabledFor(logging.WARNING):
+      self._said.add(text)
+      _log.warning("%s", text)
 
   def _check_all_used(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
     """Refuses places and axes that name no parameter: a wrong word would change nothing."""

@@ -13,7 +13,6 @@ mixed precision. So loss, evaluation, checkpoint and export see the weights that
 from __future__ import annotations
 
 import contextlib
-import logging
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -31,7 +30,6 @@ from nm_sparsity_jax.training import rules_text, stored
 from nm_sparsity_jax.training.rules import Rules
 from nm_sparsity_jax.training.sites import Site
 
-_log = logging.getLogger(__name__)
 # In place of W where no rule names a parameter: a node without leaves, so all leaves are arrays.
 _NONE = optax.MaskedNode()
 # States of optimizers that skip updates.
@@ -131,9 +129,9 @@ def sparse(
     sites = rules.assign(params).sites
     for phases in {site.recipe.phases: None for site in sites.values()}:
       if phases.dense == phases.total:
-        _log.warning("%s has no step that is sparse: the last update prunes at one stroke", phases)
+        rules.warn(f"{phases} has no step that is sparse: the last update prunes at one stroke")
       elif phases.finetune < phases.total < 20:
-        _log.warning("%s count updates of the optimizer, not epochs: so few?", phases)
+        rules.warn(f"{phases} count updates of the optimizer, not epochs: so few?")
     # A tracer does not tell how its array is sharded.
     known = rules.with_shardings(jax.tree.map(lambda w: getattr(w, "sharding", None), params))
     rules = known if known.shardings else rules
