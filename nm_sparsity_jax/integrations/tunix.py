@@ -1,8 +1,10 @@
 """Tunix: a hook that logs what the masks do. Training itself needs `nms.sparse` alone.
 
-    trainer = PeftTrainer(model, nms.sparse(optax.adamw(1e-5), rules), config)
-    trainer.with_training_hooks(Metrics())
+trainer = PeftTrainer(model, nms.sparse(optax.adamw(1e-5), rules), config)
+trainer.with_training_hooks(Metrics())
 """
+
+# pyright: reportMissingImports=false
 
 from __future__ import annotations
 
