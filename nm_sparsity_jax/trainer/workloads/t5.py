@@ -114,7 +114,7 @@ class T5(Workload):
 
   def example(self) -> Batch:
     """Returns the shapes of one row of a training batch."""
-    return self.tokens(1, self.data is not None and self.data.pack)
+    return self.tokens(1, bool(self.data and self.data.pack))
 
   def tokens(self, rows: int, packed: bool = False) -> Batch:
     """Returns the shapes of a batch.
