@@ -133,7 +133,7 @@ def read(file: str, imports: Sequence[str] = (), data: bool = False) -> Sweep:
   try:
     table = tomllib.loads(text)  # its error is a ValueError too
     _check_keys(table)
-    grid = {name: list(dict.fromkeys(table.get(name, []))) for name in _REQUIRED[2:]}
+    grid = {name: list(dict.fromkeys(table[name])) for name in _REQUIRED[2:]}
     baseline = table.get("baseline", grid["recipes"][0])
     if baseline not in grid["recipes"]:
       raise ValueError(f"baseline={baseline!r}: name one of the recipes.")
