@@ -35,7 +35,7 @@ def find(file: str) -> pathlib.Path:
     ValueError: it is in neither place. The error names both.
   """
   for path in (pathlib.Path(file), folder() / file):
-    if os.path.exists(path) and not os.path.isdir(path):  # also where the name is too long
+    if os.path.isfile(path):  # also where the name is too long
       return path
   raise ValueError(f"no file {file!r} here, in {os.getcwd()}, nor in {folder()}. Give its path.")
 
