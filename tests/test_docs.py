@@ -27,7 +27,7 @@ from checkout import ROOT
 
 import nm_sparsity_jax as nms
 from nm_sparsity_jax import cli
-from nm_sparsity_jax.cli import _local, bench
+from nm_sparsity_jax.cli import _flags, bench
 from nm_sparsity_jax.integrations import gin_files
 from nm_sparsity_jax.recipes import RECIPES, registry
 
@@ -240,7 +240,7 @@ def test_local_runs_are_made(block, arrived, tmp_path, monkeypatch):
       if command == "bench":
         bench.workload_of(args)
         continue
-      config = _local.read(args, {"eval": "evaluate"}.get(command, command))
+      config = _flags.read(args, {"eval": "evaluate"}.get(command, command))
       for name in arguments.get(command, ["evaluation", "checkpoint", "output_dir"]):
         config.argument(name)
 

@@ -6,6 +6,7 @@ import sys
 
 import pytest
 
+from nm_sparsity_jax.core.errors import quiet
 from nm_sparsity_jax.integrations import gin_files
 
 gin = pytest.importorskip("gin")
@@ -63,7 +64,7 @@ def test_modules_of_the_current_folder_are_seen(monkeypatch, tmp_path):
 
 def test_quiet_silences_the_descriptor_and_the_loggers_and_puts_both_back(capfd, caplog):
   logger = logging.getLogger("nm_sparsity_jax")
-  with gin_files.quiet():
+  with quiet():
     os.write(2, b"chatter")
     logger.warning("chatter")
   os.write(2, b"heard")

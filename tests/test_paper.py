@@ -4,6 +4,7 @@ import hashlib
 import json
 import re
 
+import jax
 import pytest
 from test_gin import config
 
@@ -70,7 +71,7 @@ def test_a_row_is_planned_and_its_run_is_matched_with_it(row, tmp_path, shapes):
     rules = c.value("RULES")
     assert rules_text.describe(rules) == expected_rules(row)
     if row.table not in shapes:
-      shapes[row.table] = build.shapes_of(build.workload_of(c))
+      shapes[row.table] = jax.eval_shape(build.workload_of(c).init, jax.random.PRNGKey(0))
     params, axes = shapes[row.table]["params"], shapes[row.table].get("params_axes")
     assignment = (rules.with_logical_axes(axes) if axes else rules).assign(params)
     timelines = contents.schedule(assignment)

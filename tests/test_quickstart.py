@@ -7,8 +7,8 @@ from checkout import python
 from nm_sparsity_jax import cli
 from nm_sparsity_jax.analysis import sweep
 from nm_sparsity_jax.cli import quickstart
-from nm_sparsity_jax.runs import settings
 from nm_sparsity_jax.trainer import run as trainer_run
+from nm_sparsity_jax.trainer import train
 
 pytest.importorskip("gin", reason="the local runner needs gin: pip install -e '.[local]'")
 
@@ -17,7 +17,7 @@ pytest.importorskip("gin", reason="the local runner needs gin: pip install -e '.
 def test_each_command_is_shown_and_run_until_one_fails(hold, tmp_path, monkeypatch, capsys):
   monkeypatch.chdir(tmp_path)
   monkeypatch.setattr(trainer_run.Run, "check_data", lambda self: None)
-  monkeypatch.setattr(settings, "refuse_changed", lambda folder, now: None)  # a stub notes none
+  monkeypatch.setattr(train, "refuse_changed", lambda folder, now: None)  # a stub notes none
   monkeypatch.setenv("PYTHONPATH", sweep_stub.install(tmp_path / "stub", {}))
   if hold:  # as after SIGTERM: a sweep ends with 0 when its run has saved
     monkeypatch.setattr(sweep, "train", lambda *_: (0, "SIGTERM"))

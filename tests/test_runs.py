@@ -11,7 +11,8 @@ import pytest
 
 import nm_sparsity_jax as nms
 from nm_sparsity_jax.analysis import run_folder
-from nm_sparsity_jax.runs import events, folders, lock, settings, signals
+from nm_sparsity_jax.runs import events, files, folders, lock, signals
+from nm_sparsity_jax.trainer import train
 from nm_sparsity_jax.training import configure
 
 # --- checkpoints by name ------------------------------------------------------------------------
@@ -80,19 +81,19 @@ def test_from_which_step_on_a_run_has_its_target_pattern(recipe, target, tmp_pat
 def test_a_run_with_checkpoints_keeps_its_settings(tmp_path):
   first = {"seed": 0, "rate": math.nan, "list": [1, 2], "model": {"": "M", "size": 8}}
   other = {"seed": 3, "rate": math.nan, "list": [True, 2], "model": {"": "N"}}
-  settings.refuse_changed(tmp_path, other)  # there is no checkpoint yet: it may begin anew
-  settings.write(tmp_path, first)
+  train.refuse_changed(tmp_path, other)  # there is no checkpoint yet: it may begin anew
+  files.write_json(tmp_path / "settings.json", first)
   checkpoint(tmp_path, 3)
-  settings.refuse_changed(tmp_path, first)
+  train.refuse_changed(tmp_path, first)
   with pytest.raises(
     ValueError,
     match=": list/0 was 1, and is True; model was 'M', and is 'N'; model/size was 8, and is not "
     "set; seed was 0, and is 3. ",
   ):
-    settings.refuse_changed(tmp_path, other)
+    train.refuse_changed(tmp_path, other)
   (tmp_path / "settings.json").unlink()
   with pytest.raises(ValueError, match="another program"):
-    settings.refuse_changed(tmp_path, first)
+    train.refuse_changed(tmp_path, first)
 
 
 # --- one process at a time ----------------------------------------------------------------------

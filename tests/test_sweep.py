@@ -16,8 +16,9 @@ from checkout import ROOT
 from nm_sparsity_jax import cli
 from nm_sparsity_jax.analysis import sweep
 from nm_sparsity_jax.cli.quickstart import FILES
-from nm_sparsity_jax.runs import settings as run_settings
+from nm_sparsity_jax.runs import files
 from nm_sparsity_jax.trainer import run as trainer_run
+from nm_sparsity_jax.trainer import train
 
 pytest.importorskip("gin", reason="sweep reads gin files: pip install gin-config")
 
@@ -37,7 +38,7 @@ SPARSE_STEPS = 4
 SPARSE_STEPS = 2
 LEARNING_RATE = 0.5
 """
-REFUSE = run_settings.refuse_changed
+REFUSE = train.refuse_changed
 SMALL = FILE.replace('["dense", "sr_ste", "idp"]', '["sr_ste", "idp"]').replace(', "1:8"]', "]")
 
 
@@ -48,7 +49,7 @@ def here(tmp_path, monkeypatch):
   monkeypatch.setenv("PYTHONPATH", sweep_stub.install(tmp_path / "stub", {}))
   monkeypatch.setattr(trainer_run.Run, "check_data", lambda self: None)
   # A stub notes no settings.
-  monkeypatch.setattr(run_settings, "refuse_changed", lambda folder, settings: None)
+  monkeypatch.setattr(train, "refuse_changed", lambda folder, settings: None)
   (tmp_path / "mine.gin").write_text("BETA = None\n")
   return tmp_path
 
@@ -154,13 +155,13 @@ def test_what_fails_is_named_takes_nothing_along(here, capsys):
 def test_a_changed_file_is_refused_where_runs_are_there(here, monkeypatch):
   settings = {}
   note = lambda folder, now: settings.update({folder.name: now})
-  monkeypatch.setattr(run_settings, "refuse_changed", note)
+  monkeypatch.setattr(train, "refuse_changed", note)
   sweep.read(write(SMALL))
-  monkeypatch.setattr(run_settings, "refuse_changed", REFUSE)
+  monkeypatch.setattr(train, "refuse_changed", REFUSE)
   folder = pathlib.Path("out/sr_ste-1_4-seed0")
   (folder / "checkpoint_3/state").mkdir(parents=True)
   (folder / "checkpoint_3/state/_METADATA").touch()
-  run_settings.write(folder, settings[folder.name])
+  files.write_json(folder / "settings.json", settings[folder.name])
   with pytest.raises(ValueError, match=f"{folder.name}.*sparse_steps was 4, and is 5"):
     sweep.read(write(SMALL.replace("SPARSE_STEPS = 4", "SPARSE_STEPS = 5")))
   # When things are looked at is free.

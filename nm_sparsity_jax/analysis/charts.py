@@ -65,29 +65,24 @@ class Chart:
 def svg(chart: Chart) -> bytes:
   """Returns a chart as SVG, without its title. The same chart makes the same bytes."""
   import matplotlib
+  from matplotlib.figure import Figure
+  from matplotlib.ticker import EngFormatter
 
   out = io.BytesIO()
   # By default ids have a random salt, and the date stands in the file.
   with matplotlib.rc_context({**_STYLE, "svg.hashsalt": chart.key}):
-    _figure(chart).savefig(out, format="svg", transparent=True, metadata={"Date": None})
+    figure = Figure(figsize=(4.4, 2.6), layout="constrained")
+    axes = figure.add_subplot()
+    for line in chart.lines:
+      xs, ys = zip(*line.points, strict=True)
+      axes.plot(xs, ys, color=COLOURS[line.run], **_LINES[line.style])
+    if chart.log:
+      axes.set_yscale("log", nonpositive="mask")
+    axes.set_xlabel(chart.x)
+    if chart.labels:
+      axes.set_xticks(range(len(chart.labels)), chart.labels)
+    else:
+      axes.locator_params(axis="x", nbins=5)
+      axes.xaxis.set_major_formatter(EngFormatter(sep=""))  # 1.2M: steps have many digits
+    figure.savefig(out, format="svg", transparent=True, metadata={"Date": None})
   return out.getvalue()
-
-
-def _figure(chart: Chart) -> Any:
-  from matplotlib.figure import Figure
-  from matplotlib.ticker import EngFormatter
-
-  figure = Figure(figsize=(4.4, 2.6), layout="constrained")
-  axes = figure.add_subplot()
-  for line in chart.lines:
-    xs, ys = zip(*line.points, strict=True)
-    axes.plot(xs, ys, color=COLOURS[line.run], **_LINES[line.style])
-  if chart.log:
-    axes.set_yscale("log", nonpositive="mask")
-  axes.set_xlabel(chart.x)
-  if chart.labels:
-    axes.set_xticks(range(len(chart.labels)), chart.labels)
-  else:
-    axes.locator_params(axis="x", nbins=5)
-    axes.xaxis.set_major_formatter(EngFormatter(sep=""))  # 1.2M: steps have many digits
-  return figure

@@ -20,12 +20,11 @@ import json
 import operator
 import pathlib
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from nm_sparsity_jax.runs import events, files, folders, trained
-
-if TYPE_CHECKING:
-  from nm_sparsity_jax.training.rules import Rules
+from nm_sparsity_jax.trainer.workloads import base
+from nm_sparsity_jax.training.rules import Rules
 
 Points = dict[int, float]  # step -> value
 Series = dict[int, dict[str, float]]  # step -> metric -> value
@@ -151,8 +150,6 @@ class Run:
 
   def less_is_better(self, metric: str) -> bool:
     """Returns whether less of a metric is better, as its workload or else its name says."""
-    from nm_sparsity_jax.trainer.workloads import base  # imports jax
-
     newest = max(folders.evaluations(self.path).items(), default=(0, {}))[1]
     # A run of T5X notes nothing.
     less = newest.get("less_is_better")

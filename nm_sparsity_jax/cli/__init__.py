@@ -11,37 +11,36 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import json
 import os
-import pathlib
 import re
 import sys
 import types
 from collections.abc import Sequence
 
 from nm_sparsity_jax._version import __version__
-from nm_sparsity_jax.core.text import columns, printable
+from nm_sparsity_jax.core.text import columns
 
-# name -> (module, help in one line); a name of two words is a command of a group
+# name -> help in one line. A name of two words is a command of a group. The module has an
+# underscore for each space or hyphen of the name.
 COMMANDS = {
-  "gin-path": ("gin_path", "print the folder that holds gin_configs/, docs/ and examples/"),
-  "quickstart": ("quickstart", "train, prune and score a tiny T5, in minutes on a CPU"),
-  "train": ("train", "train on the devices of this machine, without T5X"),
-  "eval": ("eval", "evaluate a checkpoint on the devices of this machine, without T5X"),
-  "infer": ("infer", "write the predictions of a checkpoint, without T5X"),
-  "rows": ("rows", "list the paper's rows with their published scores, and search them"),
-  "plan": ("plan", "show what a run would do, and what is wrong, before it starts"),
-  "verify": ("verify", "prove, group by group, that a checkpoint is n:m"),
-  "finalize": ("finalize", "write a checkpoint with exact zeros, and prove it"),
-  "export": ("export", "write a checkpoint for timm, Hugging Face or Core ML, and prove it"),
-  "convert": ("convert", "make a checkpoint for T5X of a folder of Hugging Face's T5"),
-  "pack": ("pack", "write a checkpoint without its zeros, and say what that saves"),
-  "bench": ("bench", "measure packed weights against dense ones: per layer and end to end"),
-  "report": ("report", "make one HTML page of runs: curves, schedules, scores, settings"),
-  "sweep": ("sweep", "train a grid of recipes x patterns x seeds from one file, and compare them"),
-  "doctor": ("doctor", "say what is missing or in conflict in this environment, and how to fix it"),
-  "glue score": ("glue_score", "print what runs scored, next to the published rows"),
-  "glue submit": ("glue_submit", "make GLUE's official zip of predictions"),
+  "gin-path": "print the folder that holds gin_configs/, docs/ and examples/",
+  "quickstart": "train, prune and score a tiny T5, in minutes on a CPU",
+  "train": "train on the devices of this machine, without T5X",
+  "eval": "evaluate a checkpoint on the devices of this machine, without T5X",
+  "infer": "write the predictions of a checkpoint, without T5X",
+  "rows": "list the paper's rows with their published scores, and search them",
+  "plan": "show what a run would do, and what is wrong, before it starts",
+  "verify": "prove, group by group, that a checkpoint is n:m",
+  "finalize": "write a checkpoint with exact zeros, and prove it",
+  "export": "write a checkpoint for timm, Hugging Face or Core ML, and prove it",
+  "convert": "make a checkpoint for T5X of a folder of Hugging Face's T5",
+  "pack": "write a checkpoint without its zeros, and say what that saves",
+  "bench": "measure packed weights against dense ones: per layer and end to end",
+  "report": "make one HTML page of runs: curves, schedules, scores, settings",
+  "sweep": "train a grid of recipes x patterns x seeds from one file, and compare them",
+  "doctor": "say what is missing or in conflict in this environment, and how to fix it",
+  "glue score": "print what runs scored, next to the published rows",
+  "glue submit": "make GLUE's official zip of predictions",
 }
 
 
@@ -56,7 +55,7 @@ def parse(argv: Sequence[str]) -> tuple[str, types.ModuleType, argparse.Namespac
     parser = _parser()
     parser.parse_args(argv)  # --help, --version and mistakes end here
     parser.error("name a command: --help lists them")
-  module = importlib.import_module(f"nm_sparsity_jax.cli.{COMMANDS[name][0]}")
+  module = importlib.import_module(f"nm_sparsity_jax.cli.{re.sub('[ -]', '_', name)}")
   parser = argparse.ArgumentParser(
     prog=f"nm-sparsity {name}",
     description=module.__doc__,
@@ -88,26 +87,19 @@ def main(argv: Sequence[str] | None = None) -> int:
   except Exception as e:
     if args.debug:
       raise
-    text = one_line(e)
+    from nm_sparsity_jax.integrations import gin_files
+    from nm_sparsity_jax.runs import files
+
+    text = gin_files.message(e)
     print(f"nm-sparsity {name}: {text}", file=sys.stderr)
     if args.error_file:
-      pathlib.Path(args.error_file).write_text(json.dumps({"error": text}))
+      files.write_json(args.error_file, {"error": text})
     return 1
-
-
-def one_line(error: BaseException) -> str:
-  """Returns an error as one line: its text, with its class where the text alone says too little."""
-  text = str(error).partition("In call to configurable")[0]  # gin's account of the calls follows
-  # A name from outside must not control the terminal.
-  text = printable(" ".join(text.split()))
-  if isinstance(error, ValueError | RuntimeError | OSError | ImportError) and text:
-    return text
-  return f"{type(error).__name__}: {text}"
 
 
 def _parser() -> argparse.ArgumentParser:
   """Returns the parser for words that name no command."""
-  lines = columns([(f"  {name}", line) for name, (_, line) in COMMANDS.items()])
+  lines = columns([(f"  {name}", line) for name, line in COMMANDS.items()])
   parser = argparse.ArgumentParser(
     prog="nm-sparsity",
     usage="nm-sparsity [--version] COMMAND ...",

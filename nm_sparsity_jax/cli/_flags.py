@@ -1,19 +1,38 @@
 """Flags that several commands share, and what they mean."""
 
+# pyright: reportMissingImports=false
+
 from __future__ import annotations
 
 import argparse
 import ast
 import importlib
 import importlib.util
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any
+
+from nm_sparsity_jax.core.errors import quiet
 
 # T5X's flags that mean nothing here. They are accepted, so that a command line of T5X serves.
 _OF_T5X = (
   "tfds_data_dir", "seqio_additional_cache_dirs", "multiprocess_gpu", "coordinator_address",
   "process_count", "process_index", "initialization_timeout",
 )  # fmt: skip
+
+
+# --- answers ------------------------------------------------------------------------------------
+
+
+def add_json(parser: argparse.ArgumentParser) -> None:
+  """Adds --json, for `answer`."""
+  parser.add_argument("--json", action="store_true", help="print the findings as JSON")
+
+
+def answer(args: argparse.Namespace, found: Any, text: Any, ok: bool = True) -> int:
+  """Prints what was found, with --json as JSON, else as text; returns the exit code."""
+  print(json.dumps(found, indent=2) if args.json else text)
+  return 0 if ok else 1
 
 
 # --- gin ----------------------------------------------------------------------------------------
@@ -48,7 +67,7 @@ def search_paths(args: argparse.Namespace) -> Sequence[str]:
   from nm_sparsity_jax.integrations import gin_files
 
   gin_files.see_modules_here()
-  return [*filter(None, args.gin_search_paths.split(",")), str(gin_files.folder())]
+  return [*filter(None, args.gin_search_paths.split(","))]
 
 
 def add_evaluation(parser: argparse.ArgumentParser) -> None:
@@ -59,6 +78,40 @@ def add_evaluation(parser: argparse.ArgumentParser) -> None:
     help="of a packed file: keep all kernels packed, also where a dense product is faster",
   )
   add_gin(parser)
+
+
+def read(args: argparse.Namespace, program: str) -> Any:
+  """Returns the configuration of a program of the local runner."""
+  require("tensorboard")
+  paths = search_paths(args)
+  from nm_sparsity_jax.integrations import gin_files
+
+  config = gin_files.read(args.gin_file, args.gin_bindings, paths, program)
+  if isinstance(module := config.get("MIXTURE_OR_TASK_MODULE"), str):
+    gin_files.refuse_missing_module(module)  # before imports of many seconds
+  if config.settings("Source") or config.settings("Evaluation"):  # of T5
+    require("seqio", "tensorflow")
+    from nm_sparsity_jax.trainer import data
+
+    with quiet():
+      seqio = data.import_seqio()
+    if args.tfds_data_dir:
+      seqio.set_tfds_data_dir_override(args.tfds_data_dir)
+    if args.seqio_additional_cache_dirs:
+      seqio.add_global_cache_dirs(args.seqio_additional_cache_dirs.split(","))
+  return config
+
+
+def call(args: argparse.Namespace, program: str) -> int:
+  """Runs `evaluate` or `infer` of the local runner; returns the exit code."""
+  config = read(args, program)
+  from nm_sparsity_jax.trainer import train
+
+  names = ("model", "evaluation", "checkpoint", "output_dir")
+  getattr(train, program)(
+    **{name: config.argument(name) for name in names}, config=config.text(), memory=args.memory
+  )
+  return 0
 
 
 # --- modules ------------------------------------------------------------------------------------
@@ -102,8 +155,13 @@ def require(*modules: str) -> None:
 # --- checkpoints --------------------------------------------------------------------------------
 
 
-def add_checkpoint(parser: argparse.ArgumentParser) -> None:
-  """Adds a checkpoint, --rules and --axes for one that holds none, --import and --json."""
+def add_checkpoint(parser: argparse.ArgumentParser, out: str = "") -> None:
+  """Adds a checkpoint, --rules and --axes for one that holds none, --import and --json.
+
+  Args:
+    parser: of the command.
+    out: help for OUT, of a command that writes.
+  """
   parser.add_argument(
     "checkpoint", metavar="CKPT", help="a checkpoint, a folder of them, or a file: see above"
   )
@@ -120,7 +178,9 @@ def add_checkpoint(parser: argparse.ArgumentParser) -> None:
     help="path -> contracted axis, for kernels that a scan over layers has stacked",
   )
   add_import(parser)
-  parser.add_argument("--json", action="store_true", help="print the findings as JSON")
+  add_json(parser)
+  if out:
+    parser.add_argument("out", metavar="OUT", help=out)
 
 
 def rules(args: argparse.Namespace) -> dict[str, Mapping[str, Any] | None]:

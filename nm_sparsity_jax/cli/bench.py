@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import os
 import tempfile
 from typing import Any
@@ -43,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
   add("--batch", type=int, default=1, metavar="N", help="of CKPT: examples at once (default: 1)")
   add("--inputs", type=int, default=64, metavar="N", help="tokens of a T5's input (default: 64)")
   add("--cores", type=int, metavar="N", help="run on so many cores (default: all there are)")
-  add("--json", action="store_true", help="print the findings as JSON")
+  _flags.add_json(parser)
   _flags.add_gin(parser, required=False)
 
 
@@ -59,8 +58,7 @@ def run(args: argparse.Namespace) -> int:
     found = _of_checkpoint(args)
   else:
     found = bench.products(args.shapes, args.pattern, args.dtype)
-  print(json.dumps(dataclasses.asdict(found), indent=2) if args.json else found)
-  return 0
+  return _flags.answer(args, dataclasses.asdict(found), found)
 
 
 def _shape(text: str) -> tuple[int, int, int]:
@@ -84,22 +82,24 @@ def workload_of(args: argparse.Namespace) -> Any:
 def _of_checkpoint(args: argparse.Namespace) -> Any:
   from nm_sparsity_jax import runs
   from nm_sparsity_jax.analysis import bench
-  from nm_sparsity_jax.deploy import packed_file
   from nm_sparsity_jax.runs import checkpoint
   from nm_sparsity_jax.trainer import checkpoints
   from nm_sparsity_jax.trainer.step import Model
   from nm_sparsity_jax.trainer.workloads import t5, vision
 
-  model, path = Model(workload_of(args)), checkpoint.find(args.checkpoint)
-  with tempfile.TemporaryDirectory() as room:
-    file = path
-    if args.dtype is not None or checkpoint.read(path).packed is None:
-      # A checkpoint is packed as `pack` does it, so its rules and its proof are the same.
+  model, stored = Model(workload_of(args)), checkpoint.read(args.checkpoint)
+  title = stored.path
+  if args.dtype is not None or stored.packed is None:
+    # A checkpoint is packed as `pack` does it, so its rules and its proof are the same.
+    with tempfile.TemporaryDirectory() as room:
       file = f"{room}/packed.safetensors"
-      runs.pack(path, file, dtype=args.dtype)
-    workload = checkpoints.packed_model(checkpoint.read(file), model).workload
-    state, _ = packed_file.read(file)
+      runs.pack(title, file, dtype=args.dtype)
+      stored = checkpoint.read(file)
+  workload = checkpoints.packed_model(stored, model).workload
   # A network of this package; of a workload of the user's, what it predicts.
   network = workload.network if isinstance(workload, t5.T5 | vision.Images) else workload
+  state = dict(stored.packed or {})
   params = state.pop("params")
-  return bench.bench(network, params, state=state, batch=args.batch, inputs=args.inputs, title=path)
+  return bench.bench(
+    network, params, state=state, batch=args.batch, inputs=args.inputs, title=title
+  )

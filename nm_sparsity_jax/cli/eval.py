@@ -19,6 +19,4 @@ add_arguments = _flags.add_evaluation  # --memory, and T5X's flags
 
 def run(args: argparse.Namespace) -> int:
   """Evaluates."""
-  from nm_sparsity_jax.cli import _local
-
-  return _local.call(args, "evaluate")
+  return _flags.call(args, "evaluate")

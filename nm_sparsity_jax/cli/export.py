@@ -24,17 +24,14 @@ Exit code: 0 = written, and proven if it is sparse; 1 = not.
 from __future__ import annotations
 
 import argparse
-import json
 
 from nm_sparsity_jax.cli import _flags
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
   """Adds what to read and what to write."""
-  _flags.add_checkpoint(parser)
-  add = parser.add_argument
-  add("out", metavar="OUT", help="F.safetensors, or a folder for a T5; it must be new")
-  add(
+  _flags.add_checkpoint(parser, out="F.safetensors, or a folder for a T5; it must be new")
+  parser.add_argument(
     "--feed-forward",
     metavar="WORDS",
     help="feed_forward_proj of a T5, where its run did not note it; else gated-gelu (T5 1.1) or "
@@ -48,9 +45,6 @@ def run(args: argparse.Namespace) -> int:
 
   rules = _flags.rules(args)
   proof = runs.export(args.checkpoint, args.out, **rules, feed_forward=args.feed_forward)
-  if args.json:
-    print(json.dumps(proof and proof.as_dict(), indent=2))
-  else:
-    print(f"{args.out}: the weights of {args.checkpoint}, as they were written")
-    print("It is dense: nothing to prove." if proof is None else f"\n{proof}")
-  return 0 if proof is None or proof.ok else 1
+  said = "It is dense: nothing to prove." if proof is None else f"\n{proof}"
+  text = f"{args.out}: the weights of {args.checkpoint}, as they were written\n{said}"
+  return _flags.answer(args, proof and proof.as_dict(), text, proof is None or proof.ok)

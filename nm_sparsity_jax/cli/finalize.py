@@ -23,17 +23,16 @@ Exit code: 0 = written and proven, 1 = not.
 from __future__ import annotations
 
 import argparse
-import json
 
 from nm_sparsity_jax.cli import _flags, verify
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
   """Adds what to read and where to write."""
-  _flags.add_checkpoint(parser)
-  add = parser.add_argument
-  add("out", metavar="OUT", help="gets OUT/checkpoint_<step>, which must be new: see above")
-  add("--early", action="store_true", help="finalize although the schedule is not over")
+  _flags.add_checkpoint(parser, out="gets OUT/checkpoint_<step>, which must be new: see above")
+  parser.add_argument(
+    "--early", action="store_true", help="finalize although the schedule is not over"
+  )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -42,5 +41,4 @@ def run(args: argparse.Namespace) -> int:
 
   proof = runs.finalize(args.checkpoint, args.out, early=args.early, **_flags.rules(args))
   text = f"{verify.head(proof, proof.stored.path)}\n\n{proof}"
-  print(json.dumps(proof.as_dict(), indent=2) if args.json else text)
-  return 0 if proof.ok else 1
+  return _flags.answer(args, proof.as_dict(), text, proof.ok)

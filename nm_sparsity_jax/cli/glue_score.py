@@ -16,7 +16,6 @@ Exit code: 0 = printed, 1 = a folder holds no metrics, or is broken.
 from __future__ import annotations
 
 import argparse
-import json
 
 from nm_sparsity_jax.cli import _flags
 
@@ -24,7 +23,7 @@ from nm_sparsity_jax.cli import _flags
 def add_arguments(parser: argparse.ArgumentParser) -> None:
   """Adds the runs, the checkpoint and the form of the output."""
   _flags.add_runs(parser)
-  parser.add_argument("--json", action="store_true", help="print all of it as JSON, not rounded")
+  _flags.add_json(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -33,5 +32,4 @@ def run(args: argparse.Namespace) -> int:
 
   _flags.import_modules(args)
   report = scores.score(args.runs, args.checkpoint)
-  print(json.dumps(report, indent=2) if args.json else scores.render(report))
-  return 0
+  return _flags.answer(args, report, scores.render(report))

@@ -22,6 +22,4 @@ add_arguments = _flags.add_evaluation  # --memory, and T5X's flags
 
 def run(args: argparse.Namespace) -> int:
   """Predicts."""
-  from nm_sparsity_jax.cli import _local
-
-  return _local.call(args, "infer")
+  return _flags.call(args, "infer")

@@ -19,17 +19,14 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 
 from nm_sparsity_jax.cli import _flags
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
   """Adds what to read, what to write, and the dtype of values."""
-  _flags.add_checkpoint(parser)
-  add = parser.add_argument
-  add("out", metavar="FILE", help="F.safetensors, which must be new")
-  add(
+  _flags.add_checkpoint(parser, out="F.safetensors, which must be new")
+  parser.add_argument(
     "--dtype",
     choices=("float32", "bfloat16", "float16", "int8"),
     help="of packed values; else as they are. int8 rounds, with one scale for each column",
@@ -41,8 +38,5 @@ def run(args: argparse.Namespace) -> int:
   from nm_sparsity_jax import runs
 
   report = runs.pack(args.checkpoint, args.out, **_flags.rules(args), dtype=args.dtype)
-  if args.json:
-    print(json.dumps(dataclasses.asdict(report), indent=2))
-  else:
-    print(f"{args.out}: the weights of {args.checkpoint}, read back as written\n\n{report}")
-  return 0
+  text = f"{args.out}: the weights of {args.checkpoint}, read back as written\n\n{report}"
+  return _flags.answer(args, dataclasses.asdict(report), text)

@@ -17,9 +17,9 @@ Exit code: 0 = nothing stands in the way, 1 = there are errors.
 from __future__ import annotations
 
 import argparse
-import json
 
 from nm_sparsity_jax.cli import _flags
+from nm_sparsity_jax.core.errors import quiet
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -28,16 +28,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
   add = parser.add_argument
   add("--checkpoint", metavar="DIR", help="look at this checkpoint, not at the one that gin names")
   add("--topology", metavar="NAME", help="compile the step for TPUs such as v5e:4x4 (needs libtpu)")
-  add("--json", action="store_true", help="print the report as JSON")
+  _flags.add_json(parser)
 
 
 def run(args: argparse.Namespace) -> int:
   """Plans and prints."""
   where = _flags.search_paths(args)
   from nm_sparsity_jax.analysis import plan
-  from nm_sparsity_jax.integrations import gin_files
 
-  with gin_files.quiet():
+  with quiet():
     report = plan.plan(args.gin_file, args.gin_bindings, where, args.checkpoint, args.topology)
-  print(json.dumps(report, indent=2) if args.json else plan.render(report))
-  return 0 if report["ok"] else 1
+  return _flags.answer(args, report, plan.render(report), report["ok"])

@@ -14,11 +14,11 @@ Exit code: 0 = done, or stopped by SIGTERM and saved; 1 = a setting is wrong or 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 
 from nm_sparsity_jax.cli import _flags
+from nm_sparsity_jax.core.errors import quiet
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -26,7 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
   add = parser.add_argument
   add("file", metavar="FILE", help="a TOML file: out, gin_files, recipes, patterns, seeds, macros")
   add("--table", action="store_true", help="print the table of what is done, and start nothing")
-  add("--json", action="store_true", help="print the table as JSON, every run with its scores")
+  _flags.add_json(parser)
   _flags.add_import(parser)
 
 
@@ -35,15 +35,14 @@ def run(args: argparse.Namespace) -> int:
   environment = dict(os.environ)  # of the runs, which use the devices that there are
   os.environ["JAX_PLATFORMS"] = "cpu"
   from nm_sparsity_jax.analysis import sweep
-  from nm_sparsity_jax.integrations import gin_files
 
   _flags.require("gin", "tensorboard", "jinja2", "matplotlib")
   _flags.import_modules(args)
-  with gin_files.quiet():
+  with quiet():
     grid = sweep.read(args.file, args.imports, data=not args.table)
   failed, stopped = (0, None) if args.table else sweep.train(grid, environment)
   found = sweep.table(grid)
   if not args.table and stopped is None and (written := sweep.page(found)):
     print(written, file=sys.stderr)
-  print(json.dumps(found, indent=2) if args.json else sweep.text(found))
+  _flags.answer(args, found, sweep.text(found))
   return 130 if stopped == "SIGINT" else int(failed > 0 and stopped is None)

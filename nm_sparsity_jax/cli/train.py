@@ -20,9 +20,7 @@ add_arguments = _flags.add_gin  # T5X's flags
 
 def run(args: argparse.Namespace) -> int:
   """Trains."""
-  from nm_sparsity_jax.cli import _local
-
-  config = _local.read(args, "train")
+  config = _flags.read(args, "train")
   from nm_sparsity_jax.trainer import train
 
   settings = train.settings_of(config.settings("Run"))

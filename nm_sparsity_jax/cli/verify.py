@@ -20,7 +20,6 @@ anything sparse, or the checkpoint cannot be read.
 from __future__ import annotations
 
 import argparse
-import json
 from typing import Any
 
 from nm_sparsity_jax.cli import _flags
@@ -34,17 +33,13 @@ def run(args: argparse.Namespace) -> int:
   from nm_sparsity_jax import runs
 
   proof = runs.verify(args.checkpoint, **_flags.rules(args))
-  if args.json:
-    print(json.dumps(proof.as_dict(), indent=2))
-    return 0 if proof.ok else 1
-  print(f"{head(proof, args.checkpoint)}\n\n{proof}")
-  if proof.ok:
-    return 0
-  if proof.stored.in_place and not proof.stored.average:
-    print("The weights of this run are n:m when its schedule is over.")
-  elif proof.stored.sparse_step is not None and not proof.rules.is_dense:
-    print("Masks act on dense weights, or on their average: `nm-sparsity finalize` makes zeros.")
-  return 1
+  text = f"{head(proof, args.checkpoint)}\n\n{proof}"
+  if not proof.ok:
+    if proof.stored.in_place and not proof.stored.average:
+      text += "\nThe weights of this run are n:m when its schedule is over."
+    elif proof.stored.sparse_step is not None and not proof.rules.is_dense:
+      text += "\nMasks act on dense weights, or their average: `nm-sparsity finalize` makes zeros."
+  return _flags.answer(args, proof.as_dict(), text, proof.ok)
 
 
 def head(proof: Any, asked: str) -> str:

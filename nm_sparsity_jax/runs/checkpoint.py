@@ -12,7 +12,6 @@ flax_mutables/...
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
 from collections.abc import Mapping
 from typing import Any
@@ -255,5 +254,5 @@ def write(
     with ocp.PyTreeCheckpointer() as writer:
       writer.save(unfinished / "state", nested(dict(arrays)))
     notes = {"network_settings": dict(settings or {}), "rules": rules}
-    (unfinished / _NOTES).write_text(json.dumps(notes, indent=1) + "\n")
+    files.write_json(unfinished / _NOTES, notes)
     (unfinished / "dataset").mkdir()  # T5X asks for it where a run starts from this

@@ -52,6 +52,18 @@ def rules_for(stored: Stored, given: Given, axes: Mapping[str, Any] | None = Non
   return own if given is None or stored.rules is not None else given.with_axes(own.axes)
 
 
+def refuse_other_rules(stored: str, rules: Rules, path: str) -> None:
+  """Raises where the text of a checkpoint's rules differs from that of these rules."""
+  now = rules_text.describe(rules)
+  if stored != now:
+    there, here = ("; ".join(text.splitlines()) for text in (stored, now))
+    raise ValueError(
+      f"{path} was trained with the rules [{there}], but this run has [{here}]. Continue with the "
+      "checkpoint's rules. For a new run with the others, take another MODEL_DIR and name the "
+      "checkpoint as INITIAL_CHECKPOINT_PATH."
+    )
+
+
 def parameters(stored: Stored) -> dict[str, Any]:
   """Returns the tree of the parameters that are deployed, not read yet."""
   return nested(stored.variables()).get("params", {})

@@ -65,6 +65,11 @@ def read_text(path: str | os.PathLike) -> str:
     return pathlib.Path(path).read_text("utf-8")
 
 
+def write_json(path: str | os.PathLike, value: Any) -> None:
+  """Writes all of a small JSON file, or leaves the one before."""
+  write_atomically(path, json.dumps(value, indent=1) + "\n")
+
+
 def read_json(path: Any, default: Any) -> Any:
   """Reads a JSON file; the default where there is none.
 

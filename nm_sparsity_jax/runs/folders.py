@@ -21,7 +21,6 @@ from typing import Any
 
 from nm_sparsity_jax.runs import files
 
-PREFIX = "checkpoint"  # of a checkpoint's name: checkpoint_1000
 _NAME = re.compile(r"(?:checkpoint|ckpt)_(0|[1-9][0-9]*)")  # Kauldron's: ckpt_1000
 
 
@@ -99,15 +98,3 @@ def evaluations(folder: str | os.PathLike) -> dict[int, dict[str, Any]]:
   noted = files.read_json(file, [])
   with files.named(file):
     return {int(entry["step"]): entry for entry in noted}
-
-
-def is_done(folder: str | os.PathLike, last: int) -> bool:
-  """Returns whether a run has evaluated and saved its last step.
-
-  The evaluation is noted while the checkpoint is being written, which a full disk may end.
-
-  Args:
-    folder: the run's.
-    last: the global step at which it ends.
-  """
-  return last in evaluations(folder) and last in steps(folder)

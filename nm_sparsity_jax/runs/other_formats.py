@@ -54,14 +54,11 @@ def read(
   if packed_file.ENTRY in metadata:
     variables, rules = packed_file.read(name)
     leaves = flatten(variables, inference_tree.is_packed)
-    return "packed", {_key(key): _with_zeros(x) for key, x in leaves}, rules, variables
+    zeros = lambda x: Lazy(x.shape, np.dtype(x.dtype), lambda: unpack(x))
+    found = {_key(key): zeros(x) if inference_tree.is_packed(x) else x for key, x in leaves}
+    return "packed", found, rules, variables
   arrays = timm.from_tensors(tensors, repr(name), like)
   return "timm", {_key(key): x for key, x in arrays.items()}, None, None
-
-
-def _with_zeros(x: Any) -> Lazy:
-  unpacked = lambda: unpack(x) if inference_tree.is_packed(x) else x
-  return Lazy(tuple(x.shape), np.dtype(x.dtype), unpacked)
 
 
 def _key(key: str) -> str:

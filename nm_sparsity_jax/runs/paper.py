@@ -54,8 +54,8 @@ class Row:
   @property
   def score(self) -> str:
     """Returns the published score, such as 'overall 84.1'; '' where there is none."""
-    kind = next((kind for kind in SCORES if kind in self.published), None)
-    return f"{SCORES[kind]} {self.published[kind]}" if kind else ""
+    row = self.published
+    return "".join(f"{word} {row[kind]}" for kind, word in SCORES.items() if kind in row)
 
   @property
   def words(self) -> set[str]:

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from nm_sparsity_jax.core.files import Lazy
+from nm_sparsity_jax.core.trees import flatten
 
 
 def read(file: Any) -> dict[str, Any]:
@@ -22,20 +23,12 @@ def read(file: Any) -> dict[str, Any]:
   import tensorstore
   from flax import serialization
 
-  found: dict[str, Any] = {}
-
-  def walk(node: Any, key: str) -> None:
-    if isinstance(node, Mapping) and "kvstore" in node:
-      found[key] = tensorstore.open(_spec(node, file.parent))
-    elif isinstance(node, Mapping):
-      for name, child in node.items():
-        walk(child, f"{key}/{name}" if key else str(name))
-    elif node is not None:
-      found[key] = np.asarray(node)
-
-  walk(serialization.msgpack_restore(file.read_bytes())["optimizer"], "")
+  tree = serialization.msgpack_restore(file.read_bytes())["optimizer"]
+  is_zarr = lambda node: isinstance(node, Mapping) and "kvstore" in node
+  found = dict(flatten(tree, is_zarr))
+  opened = {k: tensorstore.open(_spec(x, file.parent)) for k, x in found.items() if is_zarr(x)}
   # All were opened before the first result is asked for, which matters in a bucket.
-  return {k: x if isinstance(x, np.ndarray) else _lazy(x.result()) for k, x in found.items()}
+  return {k: _lazy(opened[k].result()) if k in opened else np.asarray(x) for k, x in found.items()}
 
 
 def _lazy(x: Any) -> Lazy:

@@ -39,14 +39,21 @@ def gin_text(folder: str | os.PathLike) -> str:
   return files.read_text(file) if file.is_file() else ""
 
 
-def macros(text: str) -> dict[str, str]:
-  """Returns the macros of a gin configuration: name -> value as text, on one line.
+def bound(text: str, function: str = "") -> dict[str, str]:
+  """Returns what a gin configuration binds: name -> value as text, on one line.
 
-  >>> macros("SPARSE_STEPS = 100\\nSPARSITY_RULES = \\\\\\n    {'ff': '1:8'}\\n")
+  >>> bound("SPARSE_STEPS = 100\\nSPARSITY_RULES = \\\\\\n    {'ff': '1:8'}\\n")
   {'SPARSE_STEPS': '100', 'SPARSITY_RULES': "{'ff': '1:8'}"}
+  >>> bound("vit.config.name = 'vit_b16'", "vit.config|swin.config")
+  {'name': "'vit_b16'"}
+
+  Args:
+    text: the configuration.
+    function: a regex of the function whose arguments are asked for; '' = macros.
   """
+  owner = rf"(?:\w+\.)*(?:{function})\." if function else ""
   # gin breaks a long value into lines, all but the first indented.
-  found = re.findall(r"^([A-Z][A-Z0-9_]*) = (.*(?:\n[ \t]+.*)*)", text, re.MULTILINE)
+  found = re.findall(rf"^{owner}(\w+) = (.*(?:\n[ \t]+.*)*)", text, re.MULTILINE)
   return {name: " ".join(value.replace("\\\n", "\n").split()) for name, value in found}
 
 
@@ -60,7 +67,7 @@ def read_settings(folder: str | os.PathLike) -> dict[str, Any]:
   Args:
     folder: the run's.
   """
-  found = {name: plain(value) for name, value in macros(gin_text(folder)).items()}
+  found = {name: plain(value) for name, value in bound(gin_text(folder)).items()}
   # A file of gin_configs/paper/ asks a function for what its row sets.
   if of_row := [name for name, value in found.items() if "paper.setting()" in str(value)]:
     row = paper.find(found["TABLE"], found["ROW"]).settings()

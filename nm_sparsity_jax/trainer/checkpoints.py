@@ -35,7 +35,6 @@ from nm_sparsity_jax.runs import checkpoint, checkpoint_rules, folders
 from nm_sparsity_jax.trainer.step import Model, TrainState
 from nm_sparsity_jax.training import rules_text
 from nm_sparsity_jax.training.layers import COLLECTION
-from nm_sparsity_jax.training.rules import Rules
 
 MUTABLES = "flax_mutables"  # T5X's name for all collections
 _REMOVED = ".removed_"
@@ -95,16 +94,9 @@ class Checkpoints:
     self._ocp, self._keep, self.folder = ocp, keep, folder
     self.best: int | None = None  # the step that is never removed
     options = ocp.CheckpointManagerOptions(
-      step_prefix=folders.PREFIX, cleanup_tmp_directories=True, create=False
+      step_prefix="checkpoint", cleanup_tmp_directories=True, create=False
     )
-    self._manager = ocp.CheckpointManager(
-      self.folder,
-      options=options,
-      item_handlers={
-        "state": ocp.PyTreeCheckpointHandler(),
-        "dataset": ocp.JsonCheckpointHandler(),
-      },
-    )
+    self._manager = ocp.CheckpointManager(self.folder, options=options)
 
   def __enter__(self) -> Checkpoints:
     return self
@@ -114,10 +106,6 @@ class Checkpoints:
     with contextlib.suppress(Exception):
       self._manager.close()
 
-  def newest(self) -> str:
-    """Returns the name of the newest complete checkpoint; 'none' without one."""
-    return f"{folders.PREFIX}_{steps[-1]}" if (steps := folders.steps(self.folder)) else "none"
-
   def save(self, step: int, tree: Mapping[str, Any]) -> None:
     """Starts to write; the tree may be donated afterwards."""
     self.wait()
@@ -126,7 +114,7 @@ class Checkpoints:
     self.remove_old()
     with self._explained():
       # A copy on the host: on a CPU the background would else read what the next step writes to.
-      tree = jax.tree.map(lambda x: np.array(x), tree)
+      tree = jax.tree.map(np.array, tree)
       args = self._ocp.args
       # T5X asks for a folder `dataset` where a run of its own starts from this.
       args = args.Composite(state=args.PyTreeSave(tree), dataset=args.JsonSave({}))
@@ -144,8 +132,8 @@ class Checkpoints:
     except Exception as e:
       raise ValueError(
         f"a checkpoint in {self.folder} could not be written ({first_line(e)}). The newest "
-        f"complete one is {self.newest()}; with room on the disk, the same command continues from "
-        "it."
+        f"complete one is {folders.latest(self.folder)}; with room on the disk, the same command "
+        "continues from it."
       ) from e
 
   def remove_old(self) -> None:
@@ -154,7 +142,7 @@ class Checkpoints:
     for step in folders.steps(self.folder)[: -self._keep] if self._keep else ():
       if step != self.best:
         # Under another name a kill leaves nothing that looks like a whole checkpoint.
-        path = self.folder / f"{folders.PREFIX}_{step}"
+        path = self.folder / f"checkpoint_{step}"
         path.rename(self.folder / f"{_REMOVED}{step}")
     for path in self.folder.glob(f"{_REMOVED}*"):
       shutil.rmtree(path, ignore_errors=True)
@@ -167,17 +155,12 @@ class Checkpoints:
       like: what `Model.state_like` returns.
       model: of the run.
     """
-    path, wanted = self.folder / f"{folders.PREFIX}_{step}", to_tree(like)
+    path, wanted = self.folder / f"checkpoint_{step}", to_tree(like)
     if not wanted[MUTABLES]:
       wanted.pop(MUTABLES)
-
-    def args(x):  # each shard goes onto its device
-      sharding = getattr(x, "sharding", model.replicated)
-      return self._ocp.ArrayRestoreArgs(sharding=sharding, global_shape=x.shape, dtype=x.dtype)
-
-    restore = self._ocp.args.PyTreeRestore(
-      item=wanted, restore_args=jax.tree.map(args, wanted), partial_restore=True
-    )
+    # Each shard goes onto its device.
+    args = self._ocp.checkpoint_utils.construct_restore_args(wanted)
+    restore = self._ocp.args.PyTreeRestore(item=wanted, restore_args=args, partial_restore=True)
     try:
       with self._ocp.PyTreeCheckpointer() as reader:
         tree = reader.restore(path / "state", args=restore)
@@ -187,7 +170,7 @@ class Checkpoints:
         "away, and the same command continues from the newest that is left."
       ) from e
     rules = rules_text.unpack(tree["state"][COLLECTION]["rules"])
-    refuse_other_rules(rules, model.rules, str(path))
+    checkpoint_rules.refuse_other_rules(rules, model.rules, str(path))
     return from_tree(tree, like)
 
 
@@ -235,7 +218,7 @@ def load_for_evaluation(stored: checkpoint.Stored, model: Model) -> dict[str, An
     model: workload and rules, as in training.
   """
   if stored.rules is not None:
-    refuse_other_rules(stored.rules, model.rules, stored.path)
+    checkpoint_rules.refuse_other_rules(stored.rules, model.rules, stored.path)
   elif not model.rules.is_dense:
     raise ValueError(
       f"{stored.path!r} is dense: it has no sparse step. Evaluate it with RECIPE = 'dense', or "
@@ -270,15 +253,3 @@ def packed_model(stored: checkpoint.Stored, model: Model) -> Model:
   made = Model(workload, devices=model.mesh.devices.flatten().tolist())
   checkpoint.check_shapes(stored, {"target": made.shapes, MUTABLES: made.collections})
   return made
-
-
-def refuse_other_rules(stored: str, rules: Rules, path: str) -> None:
-  """Raises where the text of a checkpoint's rules differs from that of these rules."""
-  now = rules_text.describe(rules)
-  if stored != now:
-    there, here = ("; ".join(text.splitlines()) for text in (stored, now))
-    raise ValueError(
-      f"{path} was trained with the rules [{there}], but this run has [{here}]. Continue with the "
-      "checkpoint's rules. For a new run with the others, take another MODEL_DIR and name the "
-      "checkpoint as INITIAL_CHECKPOINT_PATH."
-    )

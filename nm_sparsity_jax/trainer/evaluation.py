@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
+from nm_sparsity_jax.core.errors import choose
 from nm_sparsity_jax.deploy import inference_tree
 from nm_sparsity_jax.trainer.workloads.base import Batch, Workload
 
@@ -60,9 +60,7 @@ class Splits:
     found = self.model.workload.splits()
     if self.split is None:
       return found
-    if self.split not in found:
-      raise ValueError(f"EVAL_SPLIT={self.split!r}: choose one of {', '.join(found)}, or None.")
-    return {self.split: found[self.split]}
+    return {self.split: choose(found, "EVAL_SPLIT", self.split)}
 
   def rows(self) -> Callable[[str], int]:
     """Returns path -> rows that the kernel sees at once, which decide if it stays packed."""
@@ -91,14 +89,11 @@ class Splits:
 
   def predictions(self, variables: Mapping[str, Any]) -> Iterator[tuple[str, Iterator[Row]]]:
     """Yields each split and what `Workload.predict` says of its examples, in their order."""
-    workload = self.model.workload
 
     def predict(variables, batch):
-      state = {name: x for name, x in variables.items() if name != "params"}
-      found = workload.predict(variables["params"], state, batch)
-      # numpy knows bfloat16 by another package, and cannot make Python's numbers of it.
-      is_float = lambda x: jnp.issubdtype(x.dtype, jnp.floating)
-      return {name: x.astype(jnp.float32) if is_float(x) else x for name, x in found.items()}
+      state = dict(variables)
+      params = state.pop("params")
+      return self.model.workload.predict(params, state, batch)
 
     step = self.model.jit(predict)
 
@@ -157,12 +152,11 @@ def best_step(evaluations: Iterable[Mapping[str, Any]], metric: str | None) -> i
     if metric is None:
       values = list(e["loss"].values())
     else:
-      values = [found[metric] for found in e["metrics"].values() if metric in found]
-      if not values:
-        names = sorted({name for found in e["metrics"].values() for name in found})
-        raise ValueError(
-          f"BEST_METRIC={metric!r} is not a metric of the tasks: {', '.join(names)}."
-        )
+      of_tasks: dict[str, list[float]] = {}
+      for found in e["metrics"].values():
+        for name, value in found.items():
+          of_tasks.setdefault(name, []).append(value)
+      values = choose(of_tasks, "BEST_METRIC", metric)
     # A dense checkpoint is nearly always better, and never what a sparse run is for.
     if values and e["at_target"] and np.isfinite(mean := float(np.mean(values))):
       less = metric is None or metric in e["less_is_better"]

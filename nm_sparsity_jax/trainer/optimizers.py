@@ -55,9 +55,7 @@ def learning_rate(
 
   def at(step):
     step = jnp.asarray(step, jnp.float32)
-    value = jnp.float32(1)
-    for name in names:
-      value = value * jnp.asarray(known[name](step), jnp.float32)
+    value = math.prod(jnp.asarray(known[name](step), jnp.float32) for name in names)
     return jnp.maximum(value, 1e-8)  # T5X's floor
 
   return at

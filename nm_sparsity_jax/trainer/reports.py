@@ -8,7 +8,6 @@ import sys
 from typing import Any
 
 from nm_sparsity_jax.training.rules import Rules
-from nm_sparsity_jax.training.sites import Site
 
 
 def say(text: str) -> None:
@@ -16,36 +15,18 @@ def say(text: str) -> None:
   print(text, file=sys.stderr, flush=True)
 
 
-def levels(rules: Rules, params: Any, step: int) -> list[tuple[Site, float, Any]]:
-  """Returns place, D and pattern at a step; None where no level has begun.
+def sparsity(rules: Rules, params: Any, step: int) -> str:
+  """Returns D, patterns and density at a step, as the line of a run shows them.
 
-  Args:
-    rules: of the run.
-    params: its parameters, or their shapes.
-    step: updates of the sparse run.
+  sparsity(rules, params, 100)  # 'D 0.25  1:4, 2:8  density 0.625'
   """
   # From the schedule, on the host: a look at the weights would hold the devices up.
   decay_of = functools.cache(lambda recipe: float(recipe.decay(step)))
   found = []
   for site in rules.assign(params).sites.values():
     begun = [pattern for start, pattern in site.recipe.levels(site.axis_size) if start <= step]
-    found.append((site, decay_of(site.recipe), begun[-1] if begun else None))
-  return found
-
-
-def at_target(rules: Rules, params: Any, step: int) -> bool:
-  """Returns whether every place has its last pattern at a step, and D is 0."""
-  now = levels(rules, params, step)
-  return all(decay == 0 and pattern == site.pattern for site, decay, pattern in now)
-
-
-def sparsity(rules: Rules, params: Any, step: int) -> str:
-  """Returns D, patterns and density at a step, as the line of a run shows them.
-
-  sparsity(rules, params, 100)  # 'D 0.25  1:4, 2:8  density 0.625'
-  """
-  now = levels(rules, params, step)
-  found = [(math.prod(site.shape), decay, pattern) for site, decay, pattern in now if pattern]
+    if begun:
+      found.append((math.prod(site.shape), decay_of(site.recipe), begun[-1]))
   if not found:
     return "dense"
   total = sum(size for size, *_ in found)

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import pathlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 import optax
 
 from nm_sparsity_jax.core import errors, installed
-from nm_sparsity_jax.runs import files
+from nm_sparsity_jax.core.trees import flatten
+from nm_sparsity_jax.runs import files, folders
 from nm_sparsity_jax.trainer import workloads, writers
 from nm_sparsity_jax.trainer.step import Model
 from nm_sparsity_jax.training import rules_text, transform
+
+SETTINGS = "settings.json"  # what a resumed run must share with its beginning
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -85,8 +87,8 @@ class Run:
     """Raises ValueError where settings do not fit each other; reads no data."""
     self.model.check_batch(self.model.workload.batch_size, self.microbatches)
     rules_text.describe(self.model.rules)  # every checkpoint keeps this text
-    if self.learning_rate is None and any(r.decoupled for r in self.model.rules.places.values()):
-      raise ValueError("sr_ste(decoupled=True) decays by a learning rate: give it to Run, too.")
+    # It refuses a decoupled term without a learning rate.
+    transform.sparse(self.optimizer, self.model.rules, self.learning_rate)
     # By shapes: the state of an optimizer may be twice the model.
     opt_state = jax.eval_shape(self.optimizer.init, self.model.shapes)
     ours = transform.SparseState, transform.SrSteState
@@ -101,6 +103,41 @@ class Run:
     """Raises ValueError where the data are not there or do not fit the model."""
     if self.evaluation is not None:
       self.evaluation(self.model)  # it checks itself when it is made
+
+
+def refuse_changed(folder: pathlib.Path, settings: Mapping[str, Any]) -> None:
+  """Refuses to continue a run with other settings, or a run of another program.
+
+  A run without a checkpoint may begin anew, with any settings.
+
+  Args:
+    folder: the run's; it may be missing.
+    settings: name -> nested value, which JSON can hold. `{"": "Model", "batch_size": 8}` stands for
+      Model(batch_size=8).
+
+  Raises:
+    ValueError: names what differs, such as "random_seed was 0, and is 3".
+  """
+  if not folders.steps(folder):  # nothing would be continued
+    return
+  before = files.read_json(folder / SETTINGS, None)
+  if before is None:
+    raise ValueError(
+      f"{folder} holds checkpoints that another program wrote. Take an empty MODEL_DIR and name "
+      "one of them as INITIAL_CHECKPOINT_PATH."
+    )
+  leaves = lambda tree: flatten(tree, lambda x: x is None or x in ({}, []))  # jax has no such leaf
+  old, new = ({k.rstrip("/"): repr(x) for k, x in leaves(tree)} for tree in (before, settings))
+  said = [
+    f"{name} was {old.get(name, 'not set')}, and is {new.get(name, 'not set')}"
+    for name in sorted(old | new)
+    if old.get(name) != new.get(name)
+  ]
+  if said:
+    raise ValueError(
+      f"the run in {folder} was started with other settings: {'; '.join(said)}. Keep the old ones, "
+      "or take another MODEL_DIR."
+    )
 
 
 def note_run(run: Run, folder: pathlib.Path, start: int, step: int) -> None:
@@ -120,4 +157,4 @@ def note_run(run: Run, folder: pathlib.Path, start: int, step: int) -> None:
   if not kept or kept[-1]["environment"] != environment:
     kept.append({"from": step, "environment": environment})
   found = {"start": start, "workload": workloads.describe(run.model.workload), "processes": kept}
-  files.write_atomically(path, json.dumps(found, indent=1) + "\n")
+  files.write_json(path, found)

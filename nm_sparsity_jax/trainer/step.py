@@ -86,8 +86,8 @@ class Model:
     ema_decay: float | None = None,
   ):
     self.workload, self.ema_decay = workload, ema_decay
-    rules = Rules({".*": Dense()}) if rules is None else rules
-    devices = jax.local_devices() if devices is None else devices
+    rules = rules or Rules({".*": Dense()})
+    devices = devices or jax.local_devices()
     if len(devices) % num_partitions:
       raise ValueError(
         f"NUM_PARTITIONS={num_partitions} does not divide the {len(devices)} local devices."
@@ -96,6 +96,7 @@ class Model:
     grid = np.reshape(devices, (-1, num_partitions))
     self.mesh = Mesh(grid, ("data", "model"), axis_types=(AxisType.Auto,) * 2)
     self.replicated = NamedSharding(self.mesh, PartitionSpec())
+    self.over_rows = NamedSharding(self.mesh, PartitionSpec("data"))
     # Only shapes are made: a plan lays out models that no host could hold.
     self.collections = dict(jax.eval_shape(workload.init, jax.random.PRNGKey(0)))
     if COLLECTION in self.collections:  # D would act twice
@@ -150,7 +151,7 @@ class Model:
 
   def put(self, batch: Batch) -> dict[str, jax.Array]:
     """Returns a batch on the devices, rows over the data axis."""
-    return jax.device_put(dict(batch), NamedSharding(self.mesh, PartitionSpec("data")))
+    return jax.device_put(dict(batch), self.over_rows)
 
   def check_batch(self, batch_size: int, parts: int = 1) -> None:
     """Refuses a batch that does not divide by microbatches and devices."""
@@ -202,10 +203,11 @@ class Model:
     average = jax.tree.map(jnp.copy, average)
     return TrainState(jnp.int32(step), params, opt_state, collections, average)
 
-  def effective(self, dense: Any, step: jax.Array, masks: Any) -> Any:
-    """Returns W~ of dense parameters, such as those of an average."""
+  @functools.cached_property
+  def effective(self) -> Any:
+    """Returns (dense parameters, such as those of an average; step; masks) -> W~."""
     make = lambda params, step, masks: apply.sparsify(params, self.rules, step, masks)
-    return self.jit(make, out_shardings=self.shardings(self.shapes))(dense, step, masks)
+    return self.jit(make, out_shardings=self.shardings(self.shapes))
 
   def variables(self, state: TrainState) -> dict[str, Any]:
     """Returns what is scored: effective 'params' and the workload's state, or those of the average.
@@ -224,8 +226,9 @@ class Model:
     """Returns (effective params and state, batch) -> name -> sum, without a gradient."""
 
     def step(variables, batch):
-      collections = {name: x for name, x in variables.items() if name != "params"}
-      return self._loss(variables["params"], collections, batch, None)[1][0]
+      collections = dict(variables)
+      params = collections.pop("params")
+      return self._loss(params, collections, batch, None)[1][0]
 
     return self.jit(step)
 

@@ -27,14 +27,11 @@ from nm_sparsity_jax.core.files import whole
 from nm_sparsity_jax.deploy import inference_tree
 from nm_sparsity_jax.runs import checkpoint_rules, files, lock, orbax
 from nm_sparsity_jax.runs import folders as run_folders
-from nm_sparsity_jax.runs import settings as run_settings
 from nm_sparsity_jax.runs.signals import Signals
 from nm_sparsity_jax.trainer import checkpoints, reports, writers
 from nm_sparsity_jax.trainer.evaluation import Found, best_step, entry
-from nm_sparsity_jax.trainer.run import Run, note_run
+from nm_sparsity_jax.trainer.run import SETTINGS, Run, note_run, refuse_changed
 from nm_sparsity_jax.trainer.step import NORMS, Model, TrainState
-
-__all__ = ["NOT_IN_RESULT", "Run", "check", "evaluate", "infer", "settings_of", "train"]
 
 # Of `Run`, what its result does not depend on.
 NOT_IN_RESULT = (
@@ -62,7 +59,7 @@ def train(run: Run, settings: Mapping[str, Any] | None = None, config: str = "")
       process = _Process(run, saved, stop)
       state, key = process.start()
       # Nothing is written before: a run that is refused leaves what is in its folder.
-      run_settings.write(folder, settings)
+      files.write_json(folder / SETTINGS, settings)
       files.write_atomically(folder / "config.gin", config)
       return process.run_to_end(state, key)
 
@@ -72,7 +69,7 @@ def check(run: Run, settings: Mapping[str, Any]) -> pathlib.Path:
   folder = _folder("MODEL_DIR", run.model_dir)
   # What is refused cheaply is refused before data are read, Orbax starts or a folder is made.
   run.check()
-  run_settings.refuse_changed(folder, settings)
+  refuse_changed(folder, settings)
   run.check_data()
   return folder
 
@@ -191,41 +188,39 @@ class _Process:
         self.saved.wait()
       raise ValueError(
         f"{', '.join(wrong)} of step {at}: not finite. The last good step is {at - 1}, the newest "
-        f"checkpoint {self.saved.newest()}; nothing was saved since. Lower LEARNING_RATE or "
-        "lengthen WARMUP_STEPS, with another MODEL_DIR."
+        f"checkpoint {run_folders.latest(self.saved.folder)}; nothing was saved since. Lower "
+        "LEARNING_RATE or lengthen WARMUP_STEPS, with another MODEL_DIR."
       )
     self.summed += 1
     self.sums = {name: self.sums.get(name, 0.0) + float(x) for name, x in sums.items()}
     if done == self.run.sparse_steps or _is_time(self.run.stats_period, done):
-      written |= self._means(done)
-      self._report(done, written["loss"])
-      self.summed, self.sums = 0, {}
+      written |= self._report(done)
     if written:
       self.curves.write("train", at, written)
 
-  def _means(self, done: int) -> dict[str, float]:
-    """Returns what is written of the steps since the last report."""
+  def _report(self, done: int) -> dict[str, float]:
+    """Returns what is written of the steps since the last report; prints a line.
+
+    The line has the throughput since the last one and the time that is left.
+    """
+    run, now = self.run, time.monotonic()
     norms = {name: self.sums[name] / self.summed for name in NORMS}
     own = {name: x for name, x in self.sums.items() if name not in NORMS}
-    means = {**self.run.model.workload.scalars(own), **norms}
-    if self.run.learning_rate is not None:
+    means = {**run.model.workload.scalars(own), **norms}
+    if run.learning_rate is not None:
       # Of the update that made this step: optax counts from 0.
-      means["learning_rate"] = float(self.run.learning_rate(done - 1))
-    return means
-
-  def _report(self, done: int, loss: float) -> None:
-    """Prints a line, with the throughput since the last one and the time that is left."""
-    run, now = self.run, time.monotonic()
+      means["learning_rate"] = float(run.learning_rate(done - 1))
     last = self.offset + run.sparse_steps
-    words = [f"step {self.offset + done:,}/{last:,}", f"loss {loss:.4f}"]
+    words = [f"step {self.offset + done:,}/{last:,}", f"loss {means['loss']:.4f}"]
     words.append(reports.sparsity(run.model.rules, run.model.shapes, done))
     if self.since is not None:
       passed, unit = now - self.since, run.model.workload.weight
       left = round(passed / self.summed * (run.sparse_steps - done))
       words.append(f"{self.sums[unit] / passed:,.0f} {unit}/s")
       words.append(f"{datetime.timedelta(seconds=left)} left")
-    self.since = now
     reports.say("  ".join(words))
+    self.since, self.summed, self.sums = now, 0, {}
+    return means
 
   def _save(self, state: TrainState) -> None:
     """Saves once every step so far is read: a state that is not finite is never saved."""
@@ -241,10 +236,10 @@ class _Process:
     found = self.evaluator.evaluate(run.model.variables(state), step)
     _write_evaluation(found, step, self.curves, reports.say)
     self.curves.flush()
-    at_target = reports.at_target(run.model.rules, run.model.shapes, self.done)
+    sites = run.model.rules.assign(run.model.shapes).sites.values()
+    at_target = all(self.done >= site.recipe.target_from(site.axis_size) for site in sites)
     self.entries[step] = entry(step, found, at_target, run.model.workload)
-    text = json.dumps(list(self.entries.values()), indent=1)
-    files.write_atomically(self.saved.folder / "evaluations.json", text + "\n")
+    files.write_json(self.saved.folder / "evaluations.json", list(self.entries.values()))
     self.saved.best = best_step(self.entries.values(), run.best_metric)
 
 

@@ -77,8 +77,7 @@ class Found:
 
 def threads() -> int:
   """Returns how many threads XLA multiplies with: the cores of this process, or PJRT_NPROC."""
-  cores = os.environ.get("PJRT_NPROC", "")
-  return int(cores) if cores else installed.cores()
+  return int(os.environ.get("PJRT_NPROC") or installed.cores())
 
 
 def interleave(

@@ -79,7 +79,7 @@ class Plan:
     if self.workload is None:
       self.workload = self.attempt(workload_of, self.config)
     if self.workload is not None and self.variables is None:
-      self.variables = self.attempt(shapes_of, self.workload)
+      self.variables = self.attempt(jax.eval_shape, self.workload.init, jax.random.PRNGKey(0))
       # A scan over layers moves the contracted axis; the network says where.
       if self.rules is not None and (axes := (self.variables or {}).get("params_axes")):
         self.rules = self.rules.with_logical_axes(axes)
@@ -124,7 +124,7 @@ class Plan:
   def batch(self) -> dict[str, Any]:
     """Returns the shapes of a training batch of T5X."""
     packed = bool(getattr(self.config.argument("train_dataset_cfg"), "pack", False))
-    return dict(self.workload.tokens(self.config.get("BATCH_SIZE") or 1, packed))
+    return self.workload.tokens(self.config.get("BATCH_SIZE") or 1, packed)
 
   def t5x_programs(self, model: Any, devices: Sequence[Any] | None = None) -> Any:
     """Returns the programs of a T5X run that trains a model.
@@ -161,8 +161,3 @@ def workload_of(config: gin_files.Config) -> Any:
 
     return vision.Images(network, None)
   return T5(network, lengths=config.get("TASK_FEATURE_LENGTHS"))
-
-
-def shapes_of(workload: Any) -> Mapping[str, Any]:
-  """Returns what a workload's `init` returns, as shapes: 'params', maybe 'params_axes', state."""
-  return jax.eval_shape(workload.init, jax.random.PRNGKey(0))

@@ -173,9 +173,7 @@ def _transformed(
       "rounding changes which weights survive. Set 'float32'"
     )
   if (resuming or not plan.trains) and stored.rules and plan.rules is not None:
-    from nm_sparsity_jax.trainer import checkpoints
-
-    checkpoints.refuse_other_rules(stored.rules, plan.rules, stored.path)
+    checkpoint_rules.refuse_other_rules(stored.rules, plan.rules, stored.path)
   leaves = stored.leaves
   if stored.in_place:  # to T5X the weights are those of a dense model
     leaves = {key: x for key, x in leaves.items() if not key.startswith("flax_mutables/")}

@@ -13,7 +13,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
-from jax.sharding import NamedSharding, PartitionSpec
 
 from nm_sparsity_jax.analysis import compiled, topology
 from nm_sparsity_jax.analysis.plan.build import Plan
@@ -67,9 +66,9 @@ def _local(plan: Plan, devices: Sequence[Any], rules: Rules | None) -> Any:
     ema_decay=run.model.ema_decay,
   )
   model.check_batch(workload.batch_size, run.microbatches)
-  over_rows = NamedSharding(model.mesh, PartitionSpec("data"))
+  rows = lambda x: (workload.batch_size, *x.shape[1:])
   batch = {  # shapes are enough: no task is read
-    name: jax.ShapeDtypeStruct((workload.batch_size, *x.shape[1:]), x.dtype, sharding=over_rows)
+    name: jax.ShapeDtypeStruct(rows(x), x.dtype, sharding=model.over_rows)
     for name, x in workload.example().items()
   }
   state = model.state_like(run.optimizer)

@@ -115,7 +115,7 @@ def cost(plan: Plan, assignment: Assignment) -> dict[str, Any] | None:
     return None
   assert plan.rules is not None  # an assignment is of rules
   sparse = flops.inference(dense, plan.rules)
-  batch = plan.config.get("BATCH_SIZE") or getattr(plan.workload, "batch_size", None) or 1
+  batch = plan.config.get("BATCH_SIZE") or plan.workload.batch_size
   steps = next((p.recipe.phases.total for p in assignment.sites.values() if p.recipe.phases), 0)
   training = None
   if plan.trains and steps:

@@ -11,13 +11,13 @@ from typing import Any
 from nm_sparsity_jax.analysis.plan import checks, chips, contents
 from nm_sparsity_jax.analysis.plan.build import Plan
 from nm_sparsity_jax.core.text import columns
-from nm_sparsity_jax.integrations.gin_files import Config, folder
+from nm_sparsity_jax.integrations.gin_files import Config
 
 
 def plan(
   gin_files: Sequence[str] = (),
   bindings: Sequence[str] = (),
-  search_paths: Sequence[str | os.PathLike[str]] = (".",),
+  search_paths: Sequence[str | os.PathLike] = (".",),
   checkpoint: str | None = None,
   topology: str | None = None,
 ) -> dict[str, Any]:
@@ -48,7 +48,7 @@ def plan(
     'warnings' and 'notes', texts; and, as far as they can be known, 'program', 'kernels',
     'schedule', 'learning_rate', 'loss', 'cost', 'topology' and 'restore'.
   """
-  config = Config([*search_paths, folder()], gin_files, bindings)
+  config = Config(search_paths, gin_files, bindings)
   with config, warnings.catch_warnings():
     warnings.simplefilter("ignore")  # T5X warns when it is imported
     made = Plan(config, [*config.errors])

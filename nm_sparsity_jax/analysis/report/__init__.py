@@ -27,8 +27,6 @@ from nm_sparsity_jax.analysis.page import Part, Section
 from nm_sparsity_jax.analysis.report import sections
 from nm_sparsity_jax.analysis.run_folder import Run
 
-__all__ = ["Report", "Run", "report", "write"]
-
 
 @dataclasses.dataclass(frozen=True)
 class Report:

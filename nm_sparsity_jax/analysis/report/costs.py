@@ -34,25 +34,23 @@ def training_flops(run: Run, until: int) -> tuple[float, float]:
   return spent(run.rules), spent({})
 
 
-_BOUND = re.compile(r"^(?:\w+\.)*T5Config\.(?:(preset|wmt)\.)?(\w+) = (.*(?:\n[ \t]+.*)*)", re.M)
-
-
 @functools.cache  # each step of a run asks for it
 def _cost(run: Run) -> flops.Cost:
   """Returns what the local runner noted of its network, or the cost of the T5 in config.gin."""
   noted = (trained.started(run.path).get("workload") or {}).get("ops")
   if noted is not None:
     return flops.Cost(tuple(flops.Op(**op) for op in noted))
-  bound = _BOUND.findall(run.gin)
+  how = re.search(r"\bT5Config\.(preset|wmt)\.", run.gin)
+  bound = trained.bound(run.gin, how[0].rstrip(".") if how else "T5Config")
   lengths = run.settings.get("TASK_FEATURE_LENGTHS")
   if not bound or not isinstance(lengths, Mapping):
     raise ValueError("config.gin binds no T5Config, or no TASK_FEATURE_LENGTHS")
   values: dict[str, Any] = {
-    name: run.settings.get(text[1:]) if text[0] == "%" else trained.plain(text.replace("\\\n", " "))
-    for _, name, text in bound
+    name: run.settings.get(text[1:]) if text[0] == "%" else trained.plain(text)
+    for name, text in bound.items()
   }
-  if how := bound[0][0]:
-    make = getattr(T5Config, how)
+  if how:
+    make = getattr(T5Config, how[1])
   else:  # T5X's own class has the names of ours, and more that no FLOPs depend on
     make, ours = T5Config, T5Config.__annotations__
     values = {name: value for name, value in values.items() if name in ours}

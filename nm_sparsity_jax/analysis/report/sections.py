@@ -182,10 +182,9 @@ def _settings(runs: Sequence[Run]) -> Table:
   for run in runs:
     # A process that resumes a run notes its own environment; the last one counts.
     processes = trained.started(run.path).get("processes") or [{}]
-    found.append({**trained.macros(run.gin), **processes[-1].get("environment", {})})
-  rows = []
-  for name in sorted({name for one in found for name in one}):
-    rows.append([name, *(one.get(name, "-") for one in found)])
+    found.append({**trained.bound(run.gin), **processes[-1].get("environment", {})})
+  names = sorted({name for one in found for name in one})
+  rows = [[name, *(one.get(name, "-") for one in found)] for name in names]
   rows.sort(key=lambda row: len({*row[1:]}) == 1)
   return Table(["", *(run.name for run in runs)], rows)
 

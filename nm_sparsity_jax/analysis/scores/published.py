@@ -11,7 +11,7 @@ import re
 from typing import Any
 
 from nm_sparsity_jax.analysis.run_folder import Run
-from nm_sparsity_jax.runs import paper
+from nm_sparsity_jax.runs import paper, trained
 
 STEPS, DENSE_STEPS = 100_000, 10_000  # of the paper's runs
 # Tables of networks of images, by the data that they are of.
@@ -62,7 +62,6 @@ _NO_SIZES = {"name", "image_size", "classes", "dropout", "drop_path", "dtype", "
 
 def image_network(gin: str) -> str | None:
   """Returns the name of the network of images that a config binds; None where it changes sizes."""
-  bound = r"^(?:\w+\.)*(?:vit|swin|resnet)\.config\.(\w+) = (.*)$"
-  found = dict(re.findall(bound, gin, re.MULTILINE))
+  found = trained.bound(gin, "vit.config|swin.config|resnet.config")
   name = re.fullmatch(r"'(\w+)'", found.get("name", ""))
   return name[1] if name and not set(found) - _NO_SIZES else None

@@ -15,8 +15,7 @@ from typing import Any
 
 from nm_sparsity_jax.core import errors
 from nm_sparsity_jax.integrations import gin_files
-from nm_sparsity_jax.runs import files, folders
-from nm_sparsity_jax.runs import settings as run_settings
+from nm_sparsity_jax.runs import files, folders, trained
 from nm_sparsity_jax.trainer import train
 
 _REQUIRED = ("out", "gin_files", "recipes", "seeds", "patterns")
@@ -65,7 +64,7 @@ class Run:
   @property
   def last(self) -> int:
     """Returns the global step at which it ends, once it has begun."""
-    return files.read_json(self.folder / "run.json", {}).get("start", 0) + self.steps
+    return trained.started(self.folder).get("start", 0) + self.steps
 
   def why_failed(self) -> str:
     """Returns why it failed; '' if it did not."""
@@ -73,7 +72,8 @@ class Run:
 
   def is_done(self) -> bool:
     """Returns whether it has its last evaluation and checkpoint."""
-    return folders.is_done(self.folder, self.last)
+    # The evaluation is noted while the checkpoint is being written, which a full disk may end.
+    return self.last in folders.evaluations(self.folder) and self.last in folders.steps(self.folder)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -105,10 +105,10 @@ class Sweep:
     """Returns the words of the command that makes a run, after `nm-sparsity`."""
     modules = [f"--import={name}" for name in self.imports]
     named = [f"--gin_file={file}" for file in self.gin_files]
-    macros = {name: repr(value) for name, value in run.macros.items()}
     # A shell wants single quotes around the word, so a gin string has double ones where it can.
     double = lambda text: text if '"' in text else text.replace("'", '"')
-    return ["train", *modules, *named, *(f"--gin.{k}={double(v)}" for k, v in macros.items())]
+    macros = [f"--gin.{name}={double(repr(value))}" for name, value in run.macros.items()]
+    return ["train", *modules, *named, *macros]
 
 
 def read(file: str, imports: Sequence[str] = (), data: bool = False) -> Sweep:
@@ -133,7 +133,7 @@ def read(file: str, imports: Sequence[str] = (), data: bool = False) -> Sweep:
   try:
     table = tomllib.loads(text)  # its error is a ValueError too
     _check_keys(table)
-    grid = {name: list(dict.fromkeys(table.get(name, []))) for name in _REQUIRED[2:]}
+    grid = {name: list(dict.fromkeys(table[name])) for name in _REQUIRED[2:]}
     baseline = table.get("baseline", grid["recipes"][0])
     if baseline not in grid["recipes"]:
       raise ValueError(f"baseline={baseline!r}: name one of the recipes.")
@@ -172,13 +172,13 @@ def _runs(sweep: Sweep, table: Mapping[str, Any], data: bool) -> Iterator[Run]:
     macros |= {"RANDOM_SEED": seed, "DATA_SEED": seed, "MODEL_DIR": str(folder)}
     bindings = [f"{name} = {value!r}" for name, value in macros.items()]
     try:
-      with gin_files.read(sweep.gin_files, bindings, [".", gin_files.folder()], "train") as config:
+      with gin_files.read(sweep.gin_files, bindings, ["."], "train") as config:
         if (recipe, pattern) not in known:
           run = config.argument("run")
           _check(run, pattern, data and not known)  # all runs share their data
           known[recipe, pattern] = run.sparse_steps
         # Of every run: a folder that is there may have other settings.
-        run_settings.refuse_changed(folder, train.settings_of(config.settings("Run")))
+        train.refuse_changed(folder, train.settings_of(config.settings("Run")))
     except Exception as e:  # gin calls the code of users
       raise ValueError(f"{folder.name}: {gin_files.message(e)}") from e
     return Run(

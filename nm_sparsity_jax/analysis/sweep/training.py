@@ -8,7 +8,6 @@ save, and then the sweep ends; the same call goes on from there.
 
 from __future__ import annotations
 
-import json
 import os
 import shlex
 import signal
@@ -18,8 +17,9 @@ import time
 from collections.abc import Mapping
 
 from nm_sparsity_jax.analysis.sweep.grid import Run, Sweep
-from nm_sparsity_jax.runs import lock
+from nm_sparsity_jax.runs import files, lock
 from nm_sparsity_jax.runs.signals import Signals
+from nm_sparsity_jax.trainer.reports import say
 
 
 def train(sweep: Sweep, environment: Mapping[str, str] | None = None) -> tuple[int, str | None]:
@@ -43,7 +43,7 @@ def train(sweep: Sweep, environment: Mapping[str, str] | None = None) -> tuple[i
   count = lambda: f"{sum(run.is_done() for run in sweep.runs)} of {len(sweep.runs)} runs done"
   failed = 0
   with lock.hold(sweep.out) as held, Signals() as stop:
-    _say(f"{sweep.out}: {count()}")
+    say(f"{sweep.out}: {count()}")
     for run in sweep.runs:
       if run.is_done():  # by an earlier call
         continue
@@ -53,21 +53,17 @@ def train(sweep: Sweep, environment: Mapping[str, str] | None = None) -> tuple[i
       if run.start is not None and not run.start.is_done():
         why = f"{run.start.name}, which it starts from, is not done"
       else:
-        _say(f"  {run.name}: {run.folder / 'log.txt'}")
+        say(f"  {run.name}: {run.folder / 'log.txt'}")
         why = _train_one(sweep, run, variables, held, stop)
       if stop.name is not None:
-        _say(f"{stop.name}: {count()}; the same command continues from there")
+        say(f"{stop.name}: {count()}; the same command continues from there")
         break
       if why:
         failed += 1
-        run.failure.write_text(json.dumps({"error": why}))
+        files.write_json(run.failure, {"error": why})
       how = f"failed: {why}" if why else f"took {time.monotonic() - begin:.0f} s"
-      _say(f"{count()}  {run.name} {how}")
+      say(f"{count()}  {run.name} {how}")
   return failed, stop.name
-
-
-def _say(text: str) -> None:
-  print(text, file=sys.stderr, flush=True)
 
 
 def _train_one(

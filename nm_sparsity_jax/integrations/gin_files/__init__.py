@@ -5,7 +5,6 @@ config.errors           # []
 config.value("RECIPE")  # 'idp'
 """
 
-from nm_sparsity_jax.core.errors import quiet
 from nm_sparsity_jax.integrations.gin_files.config import Config, Unset, message, read, unread_flags
 from nm_sparsity_jax.integrations.gin_files.folders import (
   find,
@@ -15,6 +14,6 @@ from nm_sparsity_jax.integrations.gin_files.folders import (
 )
 
 __all__ = [
-    "Config", "Unset", "find", "folder", "message", "quiet", "read", "refuse_missing_module",
+    "Config", "Unset", "find", "folder", "message", "read", "refuse_missing_module",
     "see_modules_here", "unread_flags",
 ]  # fmt: skip

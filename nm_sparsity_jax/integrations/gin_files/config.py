@@ -23,12 +23,14 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 from unittest import mock
 
-from nm_sparsity_jax.integrations.gin_files.folders import not_found
+from nm_sparsity_jax.core.text import printable
+from nm_sparsity_jax.integrations.gin_files.folders import folder, not_found
 
 try:
   from gin import config as gin
 except ImportError:  # what else is here does without
   gin: Any = None
+logging.getLogger().addFilter(not_found)
 
 # What t5x's programs call the function that a run file configures.
 PROGRAMS = {"train": "t5x.train", "evaluate": "t5x.eval", "infer": "t5x.infer"}
@@ -49,7 +51,8 @@ class Config:
   gin has one table for a process: a `Config` empties it, and so does the end of its `with` block.
 
   Args:
-    search_paths: folders to look for gin files in, first one first.
+    search_paths: folders to look for gin files in, first one first; the last one is that of this
+      package.
     files: gin files, in order.
     bindings: overrides such as "PATTERN = '1:8'", read after the files.
 
@@ -61,7 +64,7 @@ class Config:
 
   def __init__(
     self,
-    search_paths: Sequence[str | os.PathLike[str]],
+    search_paths: Sequence[str | os.PathLike],
     files: Sequence[str],
     bindings: Sequence[str],
   ):
@@ -103,13 +106,13 @@ class Config:
 
   # --- what is set --------------------------------------------------------------------------------
 
-  def _macro(self, name: str) -> dict[str, Any] | None:
-    return self._table.get((name, "gin.macro"))
+  def _macro(self, name: str) -> dict[str, Any]:
+    return self._table.get((name, "gin.macro"), {})
 
   def is_set(self, name: str) -> bool:
     """Returns True for a macro that has a value."""
     bound = self._macro(name)
-    return bound is not None and repr(bound["value"]) != "%gin.REQUIRED"
+    return bool(bound) and repr(bound["value"]) != "%gin.REQUIRED"
 
   def _unset(self) -> set[str]:
     """Returns the macros that the run needs and that have no value.
@@ -120,7 +123,7 @@ class Config:
       # A run file says `X = %gin.REQUIRED` of what it needs, whether a value refers to it or not.
       required = {name for name, _ in self._table if self._macro(name) and not self.is_set(name)}
       return required | self._needs(self._table)
-    return self._needs([self._macro(name) for name in MADE if self._macro(name)])
+    return self._needs([self._macro(name) for name in MADE])
 
   def _needs(self, value: Any, seen: set | None = None) -> set[str]:
     """Returns the unset macros that a value needs, directly or through others."""
@@ -150,14 +153,12 @@ class Config:
     """
     if not self.is_set(name):
       raise Unset(_ask_for(name))
-    return self._make((self._macro(name) or {})["value"])
+    return self._make(self._macro(name)["value"])
 
   def get(self, name: str) -> Any:
     """Returns the value of a macro; None where it has none or cannot be made."""
-    try:
+    with contextlib.suppress(Exception):
       return self.value(name)
-    except Exception:
-      return None
 
   def put(self, name: str, value: Any) -> None:
     """Sets a macro, for all values made afterwards."""
@@ -171,7 +172,7 @@ class Config:
       of: the function, or a macro that calls one, such as OPTIMIZER = @optimizers.adamw(); None =
         the program.
     """
-    called = (self._macro(of or "") or {}).get("value")
+    called = self._macro(of or "").get("value")
     bound = self._bound_by(called) if _is_reference(called) else self._bound(of or self.program)
     return self._make(bound.get(name))
 
@@ -201,12 +202,12 @@ class Config:
     """Returns all bound arguments of a function as nested plain values, macros replaced.
 
     A reference becomes a dict with its name at "": `@Source()` with a bound seed becomes
-    {"": "Source", "seed": 3}. `runs.settings` says all forms; JSON can hold them.
+    {"": "Source", "seed": 3}. JSON can hold all of it.
 
     Args:
       of: the function's name, without its module.
     """
-    return {name: self._nested(value) for name, value in self._bound(of).items()}
+    return self._nested(self._bound(of))
 
   def _nested(self, value: Any) -> Any:
     if isinstance(value, dict):
@@ -217,9 +218,9 @@ class Config:
       return value if isinstance(value, bool | int | float | str | None) else repr(value)
     if value.configurable.selector == "gin.macro":
       bound = self._macro("/".join(value.scopes))
-      return repr(value) if bound is None else self._nested(bound["value"])
-    arguments = {name: self._nested(v) for name, v in self._bound_by(value).items()}
-    return {"": value.configurable.selector.split(".")[-1]} | arguments
+      return self._nested(bound["value"]) if bound else repr(value)
+    name = value.configurable.selector.split(".")[-1]
+    return {"": name} | self._nested(self._bound_by(value))
 
   def text(self) -> str:
     """Returns the whole configuration as the text of one gin file."""
@@ -244,18 +245,16 @@ class _Program(types.ModuleType):
 
 
 @contextlib.contextmanager
-def _reading(search_paths: Sequence[str | os.PathLike[str]]) -> Iterator[None]:
+def _reading(search_paths: Sequence[str | os.PathLike]) -> Iterator[None]:
   """Lets gin read as a program of T5X would, and leaves nothing behind."""
   main = sys.modules["__main__"]
-  prefixes = [*gin._LOCATION_PREFIXES, *(os.fspath(path) for path in search_paths)]
+  prefixes = [*gin._LOCATION_PREFIXES, *map(str, (*search_paths, folder()))]
   # T5X's own files bind `train`, `evaluate` or `infer` of the module `__main__`.
   sys.modules["__main__"] = _Program("__main__")
-  logging.getLogger().addFilter(not_found)
   try:
     with mock.patch.object(gin, "_LOCATION_PREFIXES", prefixes):
       yield
   finally:
-    logging.getLogger().removeFilter(not_found)
     sys.modules["__main__"] = main
 
 
@@ -264,13 +263,17 @@ def _is_reference(value: Any) -> bool:
 
 
 def message(error: BaseException) -> str:
-  """Returns the text of an error as one line, without gin's account of the calls that led there."""
-  text = " ".join(str(error).partition("In call to configurable")[0].split())
+  """Returns an error as one line: its text, with its class where the text alone says too little.
+
+  gin's account of the calls that led there is left out.
+  """
+  # A name from outside must not control the terminal.
+  text = printable(" ".join(str(error).partition("In call to configurable")[0].split()))
   if isinstance(error, SyntaxError):
     text += "; a string needs quotes inside those of the shell: --gin.NAME=\"'...'\""
-  if module := re.search(r"No module named '([\w.]+)'", text):
+  if module := re.match(r"No module named '[\w.]+'", text):
     return f"{module[0]}: `nm-sparsity doctor` says what is missing and how to install it"
-  plain = isinstance(error, ValueError | RuntimeError | OSError | SyntaxError)
+  plain = isinstance(error, ValueError | RuntimeError | OSError | ImportError | SyntaxError)
   return text if plain and text else f"{type(error).__name__}: {text}"
 
 
@@ -297,9 +300,7 @@ def _unread(names: Iterable[str], least_alike: float = 0.0) -> list[str]:
     names: of macros.
     least_alike: how much, from 0 to 1, a macro must look like one that is read.
   """
-  macros = (
-    r for r in gin.iterate_references(gin._CONFIG) if r.configurable.selector == "gin.macro"
-  )
+  macros = gin.iterate_references(gin._CONFIG, gin.get_configurable(gin.macro))
   read = {"/".join(reference.scopes) for reference in macros} | {*MADE, *READ}
   found = []
   for name in names:
@@ -314,7 +315,7 @@ def _unread(names: Iterable[str], least_alike: float = 0.0) -> list[str]:
 def read(
   files: Sequence[str],
   bindings: Sequence[str],
-  search_paths: Sequence[str | os.PathLike[str]],
+  search_paths: Sequence[str | os.PathLike],
   program: str,
 ) -> Config:
   """Reads a run of the local runner and refuses it if anything is wrong.

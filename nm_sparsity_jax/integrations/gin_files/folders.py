@@ -34,12 +34,10 @@ def find(file: str) -> pathlib.Path:
   Raises:
     ValueError: it is in neither place. The error names both.
   """
-  here, ours = pathlib.Path(file), folder() / file
-  for path in (here, ours):
-    if os.path.exists(path) and not os.path.isdir(path):  # also where the name is too long
+  for path in (pathlib.Path(file), folder() / file):
+    if os.path.isfile(path):  # also where the name is too long
       return path
-  places = f"here, in {os.getcwd()}" + ("" if here.is_absolute() else f", nor in {folder()}")
-  raise ValueError(f"no file {file!r} {places}. Give its path.")
+  raise ValueError(f"no file {file!r} here, in {os.getcwd()}, nor in {folder()}. Give its path.")
 
 
 def refuse_missing_module(module: str) -> None:
@@ -74,7 +72,7 @@ def see_modules_here() -> None:
 def not_found(record: logging.LogRecord) -> bool:
   """Drops gin's log line of an error for each search path that lacks a file.
 
-  gin raises where no search path has it.
+  It looks like a failure, and gin raises where no search path has the file.
 
   Args:
     record: of the root logger.

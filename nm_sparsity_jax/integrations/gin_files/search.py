@@ -4,15 +4,10 @@
 
 So T5X's programs need no --gin_search_paths for files of this package: gin itself finds
 nm_sparsity_jax/finetune.gin, as it finds t5x/configs/runs/finetune.gin, and this line is in it.
-gin's log line of an error for each folder that lacks a file, which looks like a failure, is
-dropped from here on.
 """
-
-import logging
 
 from gin import config
 
-from nm_sparsity_jax.integrations.gin_files.folders import folder, not_found
+from nm_sparsity_jax.integrations.gin_files.folders import folder
 
 config.add_config_file_search_path(str(folder()))
-logging.getLogger().addFilter(not_found)

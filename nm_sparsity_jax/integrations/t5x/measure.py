@@ -27,7 +27,7 @@ def programs(run: Any) -> tuple[Any, Any]:
   """Returns the two programs that measure a train step: one before it, one after it.
 
       nm/density, nm/density_target, nm/D    of the new weights at the new step
-      nm/n/<rule>, nm/m/<rule>               the pattern, where all kernels of the rule share it
+      nm/n/<rule>, nm/m/<rule>               the pattern; 0 where kernels of the rule differ
       nm/flip_rate/{all,kept}                from the masks before the update to those after
       nm/grad_abs_var/{all,kept}             of the step's gradient without SR-STE's term
       nm/second_moment_var/{all,kept}        of the v of optax's optimizers, this gradient included

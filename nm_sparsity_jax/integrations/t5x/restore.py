@@ -16,7 +16,6 @@ from collections.abc import Mapping
 
 import jax
 import tensorflow as tf
-from absl import logging
 from clu.data import dataset_iterator
 from etils import epath
 from t5x import state_utils, utils
@@ -167,21 +166,18 @@ def absolute(path):
   return os.path.abspath(os.path.expanduser(path))
 
 
-def get_dataset(cfg, shard_id, num_shards, feature_converter_cls, *, model_dir: str, **kwargs):
+def get_dataset(*args, model_dir: str, **kwargs):
   """Returns T5X's training data, whose position only checkpoints in `model_dir` know.
 
   With `SaveCheckpointConfig.save_dataset` T5X asks every checkpoint for the position, also the
   dense one that a run starts from. There it is absent, or the position in other data.
 
   Args:
-    cfg: T5X's DatasetConfig.
-    shard_id: of this host.
-    num_shards: of all hosts.
-    feature_converter_cls: of the model.
+    *args: as of T5X's function.
     model_dir: the run's folder.
     **kwargs: as of T5X's function.
   """
-  data = utils.get_dataset(cfg, shard_id, num_shards, feature_converter_cls, **kwargs)
+  data = utils.get_dataset(*args, **kwargs)
   return _OwnPosition(data, model_dir) if isinstance(data, tf.data.Dataset) else data
 
 
@@ -195,5 +191,3 @@ class _OwnPosition(dataset_iterator.TfDatasetIterator):
   def restore(self, filename):
     if self._model_dir in epath.Path(filename).parents:
       super().restore(filename)
-    else:
-      logging.info("A new run: data from the beginning, not from the position in %s.", filename)

@@ -142,10 +142,7 @@ class SparseTrainer(trainer.Trainer):
     # After the steps, since writing waits until the device has made the samples. Each has a step of
     # its own: T5X itself would write the mean of many steps under the last of them.
     for at, values in samples.items():
-      values = jax.tree.map(utils.get_local_data, values)
-      # n and m are 0 where the kernels of a rule have different patterns.
-      is_pattern = lambda name: name.startswith(("nm/n/", "nm/m/"))
-      scalars = {k: float(x) for k, x in values.items() if x or not is_pattern(k)}
+      scalars = {name: float(utils.get_local_data(x)) for name, x in values.items()}
       self.train_metrics_manager.write_scalars(at, scalars)
     return done
 

@@ -15,8 +15,6 @@ import numpy as np
 
 from nm_sparsity_jax.trainer.workloads.base import Batch, filled
 
-__all__ = ["Batch", "Source", "batch_of"]
-
 
 class Source(abc.ABC):
   """Images with one label each. Subclass it for data of your own.

@@ -28,7 +28,7 @@ GLYPHS, CLASSES, CELL, CELLS, CHANNELS = 20, 10, 8, 4, 3
 SIZE, VALIDATION = 16, 2048
 ONE = 4096  # 1.0, as a whole number
 NOISE = 0.4  # its deviation; that of a glyph is 1
-_PAIRS = np.array([(i, j) for i in range(CELLS) for j in range(CELLS) if i != j])
+_PAIRS = np.array([*itertools.permutations(range(CELLS), 2)])
 _GAMMA = np.uint64(0x9E3779B97F4A7C15)
 _EACH = 8  # words that say what a picture shows
 
@@ -136,10 +136,7 @@ class Rebus(Source):
 
   def splits(self) -> Mapping[str, Iterable[Batch]]:
     """Returns 'validation': the same pictures for every size of a batch."""
-    return {"validation": self._validation()}
-
-  def _validation(self) -> Iterator[Batch]:
     images, labels = pictures((2,), VALIDATION)
-    for at in range(0, VALIDATION, self.batch_size):
-      part = slice(at, at + self.batch_size)
-      yield batch_of(images[part], labels[part], self.batch_size)
+    size = self.batch_size
+    parts = [slice(at, at + size) for at in range(0, VALIDATION, size)]
+    return {"validation": (batch_of(images[part], labels[part], size) for part in parts)}

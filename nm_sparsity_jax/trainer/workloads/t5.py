@@ -103,18 +103,19 @@ class T5(Workload):
 
   def scalars(self, sums: Mapping[str, float]) -> dict[str, float]:
     """Returns means per target token, under T5X's names."""
-    tokens = max(sums["tokens"], 1.0)
+    means = super().scalars(sums)
+    loss, z_loss = means["loss"], means["z_loss"]
     return {
-      "loss": sums["loss"] / tokens,
-      "loss_per_nonpadding_target_token": sums["loss"] / tokens,
-      "cross_ent_loss": (sums["loss"] - sums["z_loss"]) / tokens,
-      "z_loss": sums["z_loss"] / tokens,
-      "accuracy": sums["correct"] / tokens,
+      "loss": loss,
+      "loss_per_nonpadding_target_token": loss,
+      "cross_ent_loss": loss - z_loss,
+      "z_loss": z_loss,
+      "accuracy": means["correct"],
     }
 
   def example(self) -> Batch:
     """Returns the shapes of one row of a training batch."""
-    return self.tokens(1, self.data is not None and self.data.pack)
+    return self.tokens(1, bool(self.data and self.data.pack))
 
   def tokens(self, rows: int, packed: bool = False) -> Batch:
     """Returns the shapes of a batch.
