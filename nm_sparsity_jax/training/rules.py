@@ -318,9 +318,11 @@ class Rules:
         skipped[path] = site
         remarks[path] = f"stays dense: {site}"
       else:
-        # Only of an axis by hand, or one that a program showed: a default looks at the bias.
-        is_output = isinstance(axis, int) and len({*shape}) == 2 == len(shape)
-        is_output = is_output and roles.bias_of(path, known) == (shape[axis],)
+        # Of an axis by hand, or of a program: a default looks at the bias by itself.
+        is_output = (
+          isinstance(axis, int) and len({*shape}) == 2 == len(shape)
+          and roles.bias_of(path, known) == (shape[axis],)
+        )  # fmt: skip
         sites[path] = site = dataclasses.replace(site, is_output=is_output)
         if site.remarks:
           remarks[path] = "; ".join(site.remarks)

@@ -36,6 +36,9 @@ class Ahead:
 
   Attributes:
     state: T5X's train state, as shapes.
+    axes: how it is partitioned.
+    partitioner: T5X's.
+    trainer: ours for a model with rules, else T5X's.
   """
 
   def __init__(
@@ -50,30 +53,34 @@ class Ahead:
     mesh = Mesh(np.reshape(devices, (-1, partitions)), ("data", "model"))
     # T5X makes a mesh of this machine's devices.
     with mock.patch.object(partitioning, "default_mesh", lambda *_, **__: mesh):
-      partitioner = partitioning.PjitPartitioner(num_partitions=partitions)
-      self._mesh = partitioner.mesh  # T5X caches it
+      self.partitioner = partitioning.PjitPartitioner(num_partitions=partitions)
+      self._mesh = self.partitioner.mesh  # T5X caches it
     start = utils.TrainStateInitializer(
       optimizer_def=model.optimizer_def,
       init_fn=model.get_initial_variables,
       input_shapes={name: x.shape for name, x in batch.items()},
       input_types={name: x.dtype for name, x in batch.items()},
-      partitioner=partitioner,
+      partitioner=self.partitioner,
     )
-    self.state = start.global_train_state_shape
+    self.state, self.axes = start.global_train_state_shape, start.train_state_axes
     cls = SparseTrainer if isinstance(model, SparseModel) else trainer.Trainer
-    self._trainer = cls(
+    self.trainer = cls(
       model=model,
       train_state=None,
-      partitioner=partitioner,
+      partitioner=self.partitioner,
       eval_names=[],
       summary_dir=None,
-      train_state_axes=start.train_state_axes,
+      train_state_axes=self.axes,
       rng=jax.random.PRNGKey(0),
       learning_rate_fn=lambda step: jnp.float32(1e-3),  # any: nothing is run
       num_microbatches=microbatches if microbatches and microbatches > 1 else None,
     )
 
   def train_step(self) -> jax.stages.Lowered:
-    """Returns the train step, lowered and not compiled."""
+    """Returns the train step."""
+    return self.lower(self.trainer._partitioned_train_step)
+
+  def lower(self, program: Any) -> jax.stages.Lowered:
+    """Returns a program of (train state, batch), lowered and not compiled."""
     with self._mesh:
-      return self._trainer._partitioned_train_step.lower(self.state, self._batch)
+      return program.lower(self.state, self._batch)
