@@ -155,6 +155,7 @@ def test_an_axis_that_a_bias_contradicts_is_said_once(caplog):
   rules = nms.Rules({".*/weight": LINEAR}, axes={".*/weight": 0})
   found = rules.assign(params)
   rules.with_shardings(params).assign(params)
+  rules.with_axes({"up_0/weight": 0, "up_1/weight": 0}).assign(params)  # each by its name
   (said,) = [record.getMessage() for record in caplog.records]
   assert said.startswith("up_{0,1}/weight: is axis 0 summed over?")
   assert str(found).count("summed over?") == 1

@@ -67,7 +67,7 @@ class Groups:
 
   def count(self, pattern: NM) -> int:
     """Returns how many groups of `pattern` the weight has."""
-    rest = math.prod(self.shape) // self.length
+    rest = math.prod(self.shape) // max(self.length, 1)
     return self.size // pattern.m * rest
 
   def apply(

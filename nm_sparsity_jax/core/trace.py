@@ -87,7 +87,7 @@ def trace(function: Callable[..., Any], params: Any, *inputs: Any) -> Contractio
     found = list(walk.products[path])
     if path in walk.refused:
       refused[path] = walk.refused[path]
-    elif not any(found):
+    elif all(axes_of_one == () for axes_of_one in found):
       refused[path] = "no product sums over an axis of it"
     elif len(found) > 1:
       refused[path] = f"products sum over axes {' and '.join(map(str, found))} of it"
@@ -188,8 +188,7 @@ class _Walk:
       return [self._either(outs) for outs in zip(*found, strict=True)]
     if (inner := _inner(eqn)) is not None:
       if name == "shard_map":  # what it calls is the program of one device
-        # JAX 0.10.0 has the second name.
-        manual = params.get("newly_manual_axes", params.get("manual_axes"))
+        manual = params.get("newly_manual_axes", params.get("manual_axes"))  # JAX 0.9: the second
         trips *= math.prod(params["mesh"].shape[a] for a in manual)
       return self.run(inner, known, trips, scope)
     # What has a jaxpr of other arguments, such as a Pallas kernel, goes on as any other primitive.
@@ -250,7 +249,7 @@ class _Walk:
     """Notes the multiply-adds of a product of these parameters, or of one without any."""
     size = sum(self.sizes[path] for path in paths)
     for path in paths:
-      self.macs[path] += macs * self.sizes[path] // size
+      self.macs[path] += macs * self.sizes[path] // max(size, 1)
     if not paths and macs:
       self.others.append((scope, macs))
 
@@ -412,15 +411,17 @@ def _reshape(params, dims, shape, out):
     while have < size and pieces:
       axes, n = pieces.pop(0)
       need = size // have
-      if n % need and need % n:
+      if size % have or (n % need and need % n):
         return None
       if n > need:  # the slow part of it belongs here, the rest to the next axis
         pieces.insert(0, (axes, n // need))
         n = need
       dim.append((axes, n))
       have *= n
+    if have != size:
+      return None
     cut.append(tuple(dim))
-  return tuple(cut)
+  return None if pieces else tuple(cut)
 
 
 def _broadcast(params, dims, shape, out):

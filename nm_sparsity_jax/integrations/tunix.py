@@ -29,7 +29,7 @@ class Metrics(hooks.TrainingHooks):
   """
 
   def __init__(self, every: int = 100):
-    self.every, self._seen = every, None
+    self.every = every
 
   def on_train_step_end(self, train_ctx: Any, train_step: int, train_loss: float) -> None:
     """Logs the metrics of the weights that the step has made."""
@@ -44,8 +44,12 @@ class Metrics(hooks.TrainingHooks):
         train_ctx.metrics_logger.log("", name, float(value), "train", int(state.count))
       self._seen = metrics.before(*now)
 
+  def on_train_start(self, train_ctx: Any) -> None:
+    """Forgets the masks of another run."""
+    self._seen = None
+
   # Tunix asks for all of its hooks.
   def _nothing(self, *_: Any) -> None: ...
 
-  on_train_start = on_train_end = on_train_step_start = _nothing
+  on_train_end = on_train_step_start = _nothing
   on_eval_step_start = on_eval_step_end = _nothing

@@ -28,6 +28,9 @@ class Dense(Recipe):
     if self.pattern is not None:
       object.__setattr__(self, "pattern", NM.parse(self.pattern))
 
+  def levels(self, axis_size=None):
+    return ()
+
   def decay(self, step):
     return jnp.where(as_step(step) < 0, NAN, jnp.float32(1))
 
@@ -35,6 +38,9 @@ class Dense(Recipe):
     return jnp.ones_like(w, bool)
 
   def effective(self, w, step, axis=0, mask=None):
+    return w
+
+  def final(self, w, groups, state=None):
     return w
 
   def timeline(self, axis_size=None):

@@ -132,8 +132,8 @@ class Checkpoints:
     except Exception as e:
       raise ValueError(
         f"a checkpoint in {self.folder} could not be written ({first_line(e)}). The newest "
-        f"complete one is {folders.latest(self.folder)}; with room on the disk, the same command "
-        "continues from it."
+        f"complete one is {folders.latest(self.folder) or 'none'}; with room on the disk, the same "
+        "command continues from it."
       ) from e
 
   def remove_old(self) -> None:

@@ -124,7 +124,7 @@ def entry(step: int, found: Found, at_target: bool, workload: Workload) -> dict[
   Args:
     step: the global one.
     found: at that step.
-    at_target: whether the weights have the target pattern.
+    at_target: whether the weights have the target pattern, from then on.
     workload: says which way its metrics get better.
   """
   names = {name for metrics in found.metrics.values() for name in metrics}

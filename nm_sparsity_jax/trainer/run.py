@@ -87,8 +87,8 @@ class Run:
     """Raises ValueError where settings do not fit each other; reads no data."""
     self.model.check_batch(self.model.workload.batch_size, self.microbatches)
     rules_text.describe(self.model.rules)  # every checkpoint keeps this text
-    # It refuses a decoupled term without a learning rate.
-    transform.sparse(self.optimizer, self.model.rules, self.learning_rate)
+    if self.learning_rate is None and any(r.decoupled for r in self.model.rules.places.values()):
+      raise ValueError("sr_ste(decoupled=True) decays by a learning rate: give it to Run, too.")
     # By shapes: the state of an optimizer may be twice the model.
     opt_state = jax.eval_shape(self.optimizer.init, self.model.shapes)
     ours = transform.SparseState, transform.SrSteState

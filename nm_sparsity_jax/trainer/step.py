@@ -87,7 +87,7 @@ class Model:
   ):
     self.workload, self.ema_decay = workload, ema_decay
     rules = rules or Rules({".*": Dense()})
-    devices = devices or jax.local_devices()
+    devices = jax.local_devices() if devices is None else devices
     if len(devices) % num_partitions:
       raise ValueError(
         f"NUM_PARTITIONS={num_partitions} does not divide the {len(devices)} local devices."

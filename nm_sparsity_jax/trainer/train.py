@@ -188,8 +188,8 @@ class _Process:
         self.saved.wait()
       raise ValueError(
         f"{', '.join(wrong)} of step {at}: not finite. The last good step is {at - 1}, the newest "
-        f"checkpoint {run_folders.latest(self.saved.folder)}; nothing was saved since. Lower "
-        "LEARNING_RATE or lengthen WARMUP_STEPS, with another MODEL_DIR."
+        f"checkpoint {run_folders.latest(self.saved.folder) or 'none'}; nothing was saved since. "
+        "Lower LEARNING_RATE or lengthen WARMUP_STEPS, with another MODEL_DIR."
       )
     self.summed += 1
     self.sums = {name: self.sums.get(name, 0.0) + float(x) for name, x in sums.items()}

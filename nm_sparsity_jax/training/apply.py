@@ -204,7 +204,7 @@ def verify(params: Any, rules: Rules) -> Report:
       pattern=str(pattern),
       groups=counts.size,
       bad_groups=int(bad.sum()),
-      density=float(used.mean()),
+      density=float(used.sum() / max(w.size, 1)),
       first=site.groups.start(int(np.argmax(bad)), pattern) if bad.any() else None,
       not_finite=int((~finite).sum()),
     )

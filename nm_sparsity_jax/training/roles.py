@@ -152,6 +152,12 @@ def bias_of(path: str, shapes: Mapping[str, tuple[int, ...]]) -> tuple[int, ...]
   return shapes.get(f"{module}{mark}{'b' if name == 'w' else 'bias'}")
 
 
+def is_output(path: str, shapes: Mapping[str, tuple[int, ...]], axis: int) -> bool:
+  """Returns whether the bias of a kernel with two axes has the length of this one alone."""
+  shape = shapes[path]
+  return len(shape) == 2 and shape[0] != shape[1] and bias_of(path, shapes) == (shape[axis],)
+
+
 def _fits(layout: str, path: str, shapes: Mapping[str, tuple[int, ...]], stack: str) -> bool:
   """Returns whether a kernel has this layout, by its rank, its bias and what stands around it."""
   shape, bias = shapes[path], bias_of(path, shapes)

@@ -318,12 +318,10 @@ class Rules:
         skipped[path] = site
         remarks[path] = f"stays dense: {site}"
       else:
-        # Of an axis by hand, or of a program: a default looks at the bias by itself.
-        is_output = (
-          isinstance(axis, int) and len({*shape}) == 2 == len(shape)
-          and roles.bias_of(path, known) == (shape[axis],)
-        )  # fmt: skip
-        sites[path] = site = dataclasses.replace(site, is_output=is_output)
+        # Whoever names one parameter, as `for_model` does, knows its axis.
+        if isinstance(axis, int) and re.escape(path) not in self.axes:
+          site = dataclasses.replace(site, is_output=roles.is_output(path, known, axis))
+        sites[path] = site
         if site.remarks:
           remarks[path] = "; ".join(site.remarks)
     if ambiguous:

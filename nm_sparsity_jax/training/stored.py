@@ -10,6 +10,7 @@ is missing, of other rules or out of date cannot act unseen.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from typing import Any
 
@@ -22,6 +23,7 @@ from nm_sparsity_jax.core.trees import flatten, nested
 from nm_sparsity_jax.training.rules import Rules
 from nm_sparsity_jax.training.sites import Site
 
+_log = logging.getLogger(__name__)
 State = dict[str, Any]
 
 
@@ -54,7 +56,7 @@ def init_state(params: Any, rules: Rules) -> State:
     if site.recipe.stateful:
       new[path] = site.recipe.first_state(site.groups, arrays[path])
       for remark in site.recipe.remarks(site.groups, new[path]):
-        rules.warn(f"{site.recipe.name} {site.pattern} at {path!r}: {remark}")
+        _log.warning("%s %s at %r: %s", site.recipe.name, site.pattern, path, remark)
       # In the state, and not in the rules: a checkpoint may be read by other rules.
       new[path]["made"] = jnp.int32(site.fingerprint)
       new[path]["renewed"] = jnp.asarray(site.recipe.renewals_done(new[path], 0), jnp.int32)

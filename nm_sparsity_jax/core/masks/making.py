@@ -43,8 +43,7 @@ def nm_mask(scores: jax.Array, pattern: NM | str, axis: Axis = 0) -> jax.Array:
   >>> nm_mask(jnp.array([3., 1., 2., 2.]), NM(2, 4)).tolist()
   [True, False, True, False]
   """
-  _check_floating(scores)
-  pattern = NM.parse(pattern)
+  scores, pattern = _floating(scores), NM.parse(pattern)
   return _score_mask(scores, pattern, _whole_groups(scores.shape, axis, pattern.m))
 
 
@@ -86,7 +85,7 @@ def magnitude_mask(
   pattern = NM.parse(pattern)
   if isinstance(n, int):
     pattern, n = NM(n, pattern.m), None
-  _check_floating(w)
+  w = _floating(w)
   if parent is not None and (parent.shape != w.shape or parent.dtype != jnp.bool_):
     raise ValueError(
       f"parent has shape {parent.shape} and dtype {parent.dtype}, but a mask of this weight has "
@@ -102,10 +101,16 @@ def magnitude_mask(
 
 def check_axis(shape: Sequence[int], axis: Axis, gaps: bool = False) -> tuple[int, ...]:
   """Normalises `axis` to a tuple of ascending, non-negative ints, adjacent unless `gaps`."""
-  said = f"axis={axis!r} of shape {tuple(shape)}"
-  axes = np.lib.array_utils.normalize_axis_tuple(axis, len(shape), said)
+  rank = len(shape)
+  axes = tuple(axis) if isinstance(axis, Sequence) else (axis,)
+  if not axes or not set(axes) <= set(range(-rank, rank)):
+    raise ValueError(
+      f"axis={axis!r} does not name an axis of an array of shape {tuple(shape)}: give an "
+      f"int in [{-rank}, {rank - 1}] or several adjacent ones, such as (0, 1)."
+    )
+  axes = tuple([int(a) % rank for a in axes])
   steps = np.diff(axes)
-  if not axes or np.any(steps < 1 if gaps else steps != 1):
+  if np.any(steps < 1 if gaps else steps != 1):
     raise ValueError(
       f"axis={axis!r}: several axes must be adjacent and ascending, such as (0, 1); they are "
       "read as one axis of their joint length. Transpose the weight first."
@@ -113,12 +118,15 @@ def check_axis(shape: Sequence[int], axis: Axis, gaps: bool = False) -> tuple[in
   return axes
 
 
-def _check_floating(x: jax.Array) -> None:
+def _floating(x):
+  if not hasattr(x, "dtype"):
+    x = jnp.asarray(x)
   if not jnp.issubdtype(x.dtype, jnp.floating):
     raise ValueError(
       f"a mask needs real floating-point scores, got dtype {x.dtype} and shape {x.shape}: convert "
       "with .astype(jnp.float32), or pass jnp.abs of complex numbers."
     )
+  return x
 
 
 def _whole_groups(shape: tuple[int, ...], axis: Axis, m: int) -> tuple[int, ...]:

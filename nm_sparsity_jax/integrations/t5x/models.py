@@ -24,7 +24,6 @@ from t5x import models, optimizers, utils
 
 from nm_sparsity_jax.core.schedules import NO_STEP
 from nm_sparsity_jax.core.trees import flatten, nested
-from nm_sparsity_jax.runs import checkpoint_rules
 from nm_sparsity_jax.training import apply, layers, rules_text, transform
 from nm_sparsity_jax.training.rules import Rules
 from nm_sparsity_jax.training.stored import State, init_state
@@ -186,8 +185,13 @@ class SparseModel(models.BaseTransformerModel):
           "RestoreCheckpointConfig.dtype = 'float32', since rounding changes which weights survive."
         )
     stored = np.asarray(utils.get_local_data(train_state.flax_mutables[COLLECTION]["rules"]))
-    text = rules_text.unpack(stored)
-    checkpoint_rules.refuse_other_rules(text, self.stored_rules, "the checkpoint")
+    if not np.array_equal(stored, self._text):
+      raise ValueError(
+        f"the checkpoint was trained with the rules\n{rules_text.unpack(stored)}\nbut this run "
+        f"has\n{rules_text.unpack(self._text)}\nContinue with the checkpoint's rules. For a "
+        "new run with the others, take another MODEL_DIR and name the checkpoint as "
+        "INITIAL_CHECKPOINT_PATH."
+      )
 
 
 def sparse(model: models.BaseTransformerModel, rules: Rules) -> SparseModel:

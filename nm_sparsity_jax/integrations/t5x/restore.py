@@ -16,6 +16,7 @@ from collections.abc import Mapping
 
 import jax
 import tensorflow as tf
+from absl import logging
 from clu.data import dataset_iterator
 from etils import epath
 from t5x import state_utils, utils
@@ -191,3 +192,5 @@ class _OwnPosition(dataset_iterator.TfDatasetIterator):
   def restore(self, filename):
     if self._model_dir in epath.Path(filename).parents:
       super().restore(filename)
+    else:
+      logging.info("A new run: data from the beginning, not from the position in %s.", filename)

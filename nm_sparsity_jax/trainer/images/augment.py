@@ -39,10 +39,12 @@ def training(
     rand: such as `rand_augment.RandAugment`; None = nothing.
   """
   # All is drawn from the picture's own stream, so workers may read in any order.
-  box = _middle(picture, _KEPT)
+  box = _middle(picture)
   if crop is not None:
-    drawn = _box(picture.width, picture.height, rng, (crop, 1.0), 3 / 4)
-    box = drawn or _middle(picture, 1)
+    side = min(picture.width, picture.height)
+    left, upper = (picture.width - side) // 2, (picture.height - side) // 2
+    square = left, upper, left + side, upper + side
+    box = _box(picture.width, picture.height, rng, (crop, 1.0), 3 / 4) or square
   picture = picture.resize((size, size), resample=_BICUBIC, box=box)
   if rng.random() < 0.5:
     picture = picture.transpose(_FLIP)
@@ -80,12 +82,12 @@ def centered(picture: Any, size: int) -> np.ndarray:
     picture: Pillow's, RGB.
     size: height and width of the result.
   """
-  return np.asarray(picture.resize((size, size), resample=_BICUBIC, box=_middle(picture, _KEPT)))
+  return np.asarray(picture.resize((size, size), resample=_BICUBIC, box=_middle(picture)))
 
 
-def _middle(picture: Any, kept: float) -> tuple[float, ...]:
-  """Returns the square in the middle that has a share of the shorter side."""
-  side = min(picture.width, picture.height) * kept
+def _middle(picture: Any) -> tuple[float, ...]:
+  """Returns the box that an evaluation looks at."""
+  side = min(picture.width, picture.height) * _KEPT
   left, upper = (picture.width - side) / 2, (picture.height - side) / 2
   return left, upper, left + side, upper + side
 
