@@ -106,7 +106,7 @@ def test_the_grid_seed_by_seed_dense_once_a_seed(here):
     ("[macros]", "[variant.idp]\nBETA = 1\n[macros]", "variant"),
     ("[macros]", "[macros]\nINITIAL_CHECKPOINT_PATH = 'x'", "INITIAL_CHECKPOINT_PATH: set"),
     # What gin, the rules and the run say.
-    ('"idp"]', '"idb"]', "idb-1_4-seed0: .*no recipe 'idb'"),
+    ('"idp"]', '"idb"]', "idb-1_4-seed0: .*recipe='idb'"),
     ("[macros]", "[macros]\nSPARSITY_RULES = {ff = '1:2'}", "SPARSITY_RULES"),
   ],
 )  # fmt: skip

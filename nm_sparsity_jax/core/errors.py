@@ -22,7 +22,8 @@ def check_seed(name: str, seed: Any) -> None:
     name: of the setting.
     seed: its value.
   """
-  if not isinstance(seed, numbers.Integral) or not 0 <= int(seed) <= _MOST_SEED:
+  is_whole = isinstance(seed, numbers.Integral) and not isinstance(seed, bool)
+  if not is_whole or not 0 <= int(seed) <= _MOST_SEED:
     raise ValueError(f"{name}={seed!r}: give a whole number from 0 to {_MOST_SEED:,}.")
 
 
