@@ -209,6 +209,23 @@ def tuning(study: Study) -> list[str]:
   return table(("recipe", gain, "best rate", "best lambda", "then over `sr_ste` (H3)"), lines)
 
 
+def begun(study: Study) -> list[str]:
+  """Returns the best run so far of each row that is being tuned on words."""
+  lines = []
+  for name, tried in study.tried.items():
+    done = [cell for cell in tried if study.runs(cell)[0] in study.records]
+    if not name.endswith("tuned on words") or not done:
+      continue
+    best = min(done, key=lambda cell: tuning_losses(study, cell)[0])
+    row = tried[best]
+    lam = "" if row.lam is None else f", lambda {row.lam:g}"
+    lines.append([
+      name, f"{len(done)} of {len(tried)}", f"{100 * tuning_losses(study, best)[0]:.1f}",
+      f"rate {row.rate:g}{lam}, {row.dense} % dense",
+    ])  # fmt: skip
+  return table(("row", "settings tried", "wrong phonemes of the best, %", "it has"), lines)
+
+
 def verdict_lines(verdicts: Sequence[Verdict]) -> list[str]:
   lines = ([v.hypothesis.name, v.hypothesis.says, f"**{v.word}**", v.why] for v in verdicts)
   return table(("", "hypothesis", "verdict", "contrasts"), lines)
@@ -323,6 +340,7 @@ def pages(study: Study) -> dict[str, dict[str, list[str]]]:
   results = {
     "choice": choice(study),
     "best": readme(study),
+    "begun": begun(study),
     "packed": packed_weights(),
     "claims": claims(verdicts),
   }
