@@ -305,6 +305,7 @@ def test_a_table_is_complete(page, row, names):
 # --- the notebook ---------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_notebook_runs_and_its_outputs_are_true(monkeypatch, capsys):
   plt = pytest.importorskip("matplotlib.pyplot")
   plt.switch_backend("agg")

@@ -18,6 +18,7 @@ from nm_sparsity_jax.recipes import RECIPES
 PHASES = nms.Phases(total=24, dense=3, finetune=5)  # 16 sparsify steps; j* = 16.8 - 3
 STEPS = range(PHASES.total + 2)
 FINETUNE = 19
+EAGER = (2, 10, FINETUNE)  # a step of each phase; eager ones take long
 SHAPE = (16, 3)
 SCALE = np.float32(1.7)
 DTYPES = {"f32": jnp.float32, "bf16": jnp.bfloat16, "f16": jnp.float16}
@@ -224,7 +225,9 @@ def test_any_axis_and_eager_mode_give_the_same_bits(case):
   w, ct = weights(10), weights(11)
   for step in (2, 4, 10, 14, 17, 19):
     keep, want = stored(case, w, step), run(case, w, step, ct)
-    found = [forward_and_backward(case.recipe, w, step, keep, ct)]  # a Python int is a step too
+    found = []
+    if step in EAGER:  # a Python int is a step too
+      found.append(forward_and_backward(case.recipe, w, step, keep, ct))
     for turn, back, axis in (
       (lambda x: x.T, lambda x: x.T, -1),
       (lambda x: x.reshape(2, 8, 3), lambda x: x.reshape(SHAPE), (0, 1)),

@@ -139,15 +139,13 @@ def lines(folder, room="train"):
 
 def test_learns_dense_then_sparse_from_that_checkpoint(tmp_path):
   dense, sparse = tmp_path / "dense", tmp_path / "sparse"
-  packed = source_of(pack=True)
   steps = dict(eval_period=60, checkpoint_period=None, stats_period=20)
-  model = model_of(source=packed, **DENSE, sparse_steps=120)
+  model = model_of(**DENSE, sparse_steps=120)
   assert train.train(run_of(dense, model, sparse_steps=120, **steps)) == 0
   assert lines(dense)[-1]["loss"] < 0.3 < 2 < lines(dense)[0]["loss"]
   assert not checkpoint_rules.check_start(checkpoints.opened(str(dense), model))
 
-  model = model_of(source=packed, **(SR_STE | dict(sparse_steps=60, dense_steps=30)),
-                   finetune_steps=0)  # fmt: skip
+  model = model_of(**(SR_STE | dict(sparse_steps=60, dense_steps=30)), finetune_steps=0)
   start = steps | dict(
     eval_period=20, metrics_every=20,
     initial_checkpoint=str(dense / "checkpoint_120"), pretrained_steps=120,

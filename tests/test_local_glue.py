@@ -46,7 +46,7 @@ def test_train_score_infer(tmp_path, command):
   call = lambda name, *files, **macros: cli.main(
     [name, *flags(*files, **macros), f"--gin_file={task}"]
   )
-  few = dict(BATCH_SIZE=8, EVAL_PERIOD=4, METRICS_EVERY=None)
+  few = dict(BATCH_SIZE=8, EVAL_PERIOD=4, EVAL_STEPS=0, METRICS_EVERY=None)
   assert (
     call("train", "local_train.gin", "local_adamw.gin", MODEL_DIR=str(run), **RULES, **few) == 0
   )

@@ -40,7 +40,7 @@ def file_of(table):
 
 @pytest.fixture(scope="module")
 def shapes():
-  """Table -> parameters and axes of its network: all rows have one."""
+  """Network -> parameters and axes."""
   return {}
 
 
@@ -70,9 +70,10 @@ def test_a_row_is_planned_and_its_run_is_matched_with_it(row, tmp_path, shapes):
     assert not c.errors
     rules = c.value("RULES")
     assert rules_text.describe(rules) == expected_rules(row)
-    if row.table not in shapes:
-      shapes[row.table] = jax.eval_shape(build.workload_of(c).init, jax.random.PRNGKey(0))
-    params, axes = shapes[row.table]["params"], shapes[row.table].get("params_axes")
+    network = repr(c.value("NETWORK"))  # of many tables; its layers are traced one by one
+    if network not in shapes:
+      shapes[network] = jax.eval_shape(build.workload_of(c).init, jax.random.PRNGKey(0))
+    params, axes = shapes[network]["params"], shapes[network].get("params_axes")
     assignment = (rules.with_logical_axes(axes) if axes else rules).assign(params)
     timelines = contents.schedule(assignment)
     (tmp_path / "config.gin").write_text(c.text())

@@ -74,7 +74,7 @@ class Run:
     """Returns why the rules are not known; '' where they are."""
     return self._rules[1]
 
-  @property
+  @functools.cached_property
   def sparse(self) -> Mapping[str, Any] | None:
     """Returns place -> recipe, of those that do not stay dense; None where no rules are known."""
     if self.rules is None:
