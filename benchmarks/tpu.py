@@ -71,6 +71,7 @@ import nm_sparsity_jax as nms
 from nm_sparsity_jax.analysis import topology
 from nm_sparsity_jax.analysis.compiled import account as account_of
 from nm_sparsity_jax.core import installed
+from nm_sparsity_jax.core.groups import Groups
 
 EVERY = "sr_ste,mdgf_linear,mdgf_exponential,sdgf_stepwise,sdgf_geometric,one_shot,snip,idp"
 FAMILIES = "sr_ste,sdgf_stepwise,sdgf_geometric"  # n known, n traced, length of groups traced
@@ -144,7 +145,7 @@ def _made(what, pattern, axis, sharding):
 
     def mask(w, step):
       del step
-      groups = nms.groups.Groups(w.shape, axis).sharded(sharding, pattern.m)
+      groups = Groups(w.shape, axis).sharded(sharding, pattern.m)
       return groups.magnitude_mask(w, pattern)
 
     return mask

@@ -25,73 +25,44 @@ _HOME = {
   "sparse": "training.transform.sparse",
   "dense_params": "training.transform.dense_params",
   "sr_ste": "training.transform.sr_ste",
-  "count_steps": "training.transform.count_steps",
   "step_count": "training.transform.step_count",
-  "apply": "training.apply",
   "bench": "analysis.bench",
   "configure": "training.configure",
   "flops": "training.flops",
-  "gradients": "core.gradients",
-  "groups": "core.groups",
   "inference_tree": "deploy.inference_tree",
   "layers": "training.layers",
   "masks": "core.masks",
   "metrics": "training.metrics",
-  "optim": "training.transform",
   "packed": "core.packed",
-  "patterns": "core.patterns",
   "plan": "analysis.plan",
   "recipes": "recipes",
   "report": "analysis.report",
   "roles": "training.roles",
-  "rules": "training.rules",
   "runs": "runs",
-  "schedules": "core.schedules",
   "scores": "analysis.scores",
-  "stored": "training.stored",
   "sweep": "analysis.sweep",
-  "workloads": "trainer.workloads",
 }
 
 if TYPE_CHECKING:  # what type checkers and editors see; a test holds it equal to the table
   from nm_sparsity_jax import recipes, runs
   from nm_sparsity_jax.analysis import bench, plan, report, scores, sweep
-  from nm_sparsity_jax.core import gradients, groups, masks, packed, patterns, schedules
+  from nm_sparsity_jax.core import masks, packed
   from nm_sparsity_jax.core.masks import magnitude_mask, nm_mask
   from nm_sparsity_jax.core.patterns import NM
   from nm_sparsity_jax.core.schedules import Phases
   from nm_sparsity_jax.deploy import inference_tree
   from nm_sparsity_jax.recipes import Recipe, recipe
-  from nm_sparsity_jax.trainer import workloads
-  from nm_sparsity_jax.training import (
-    apply,
-    configure,
-    flops,
-    layers,
-    metrics,
-    roles,
-    rules,
-    stored,
-  )
-  from nm_sparsity_jax.training import transform as optim
+  from nm_sparsity_jax.training import configure, flops, layers, metrics, roles
   from nm_sparsity_jax.training.apply import finalize, sparsify, verify
   from nm_sparsity_jax.training.rules import Rules
   from nm_sparsity_jax.training.stored import init_state, update_state
-  from nm_sparsity_jax.training.transform import (
-    count_steps,
-    dense_params,
-    sparse,
-    sr_ste,
-    step_count,
-  )
+  from nm_sparsity_jax.training.transform import dense_params, sparse, sr_ste, step_count
 
 __all__ = [
-    "__version__", "NM", "Phases", "Recipe", "Rules", "apply", "bench", "configure",
-    "count_steps", "dense_params", "finalize", "flops", "gradients", "groups",
-    "inference_tree", "init_state", "layers", "magnitude_mask", "masks", "metrics", "nm_mask",
-    "optim", "packed", "patterns", "plan", "recipe", "recipes", "report", "roles", "rules", "runs",
-    "schedules", "scores", "sparse", "sparsify", "sr_ste", "step_count", "stored", "sweep",
-    "update_state", "verify", "workloads",
+    "__version__", "NM", "Phases", "Recipe", "Rules", "bench", "configure", "dense_params",
+    "finalize", "flops", "inference_tree", "init_state", "layers", "magnitude_mask", "masks",
+    "metrics", "nm_mask", "packed", "plan", "recipe", "recipes", "report", "roles", "runs",
+    "scores", "sparse", "sparsify", "sr_ste", "step_count", "sweep", "update_state", "verify",
 ]  # fmt: skip
 
 

@@ -15,9 +15,16 @@ import pytest
 from reference_arrays import Reference, assert_close, assert_same, imported
 
 from nm_sparsity_jax.deploy import huggingface, safetensors_file
-from nm_sparsity_jax.deploy.huggingface import config_of, shapes_of
+from nm_sparsity_jax.deploy.huggingface import config_of
 from nm_sparsity_jax.models.t5 import T5Config, Transformer
 from nm_sparsity_jax.trainer.workloads import decoding
+
+@pytest.fixture(autouse=True, scope="module")
+def networks_are_traced_once():
+  with pytest.MonkeyPatch.context() as patch:
+    patch.setattr(huggingface, "shapes_of", functools.cache(huggingface.shapes_of))
+    yield
+
 
 known = Reference(reference)
 names_of, tensors_of = known.names, known.tensors
@@ -119,7 +126,8 @@ PUBLISHED = {
 @pytest.mark.parametrize("version, size", PUBLISHED)
 def test_every_published_size_goes_there_and_back(version, size):
   config = T5Config.preset(version, size)
-  shapes, scanned = shapes_of(config), dataclasses.replace(config, scan_layers=True)
+  shapes_of, scanned = huggingface.shapes_of, dataclasses.replace(config, scan_layers=True)
+  shapes = shapes_of(config)
   assert sum(map(np.prod, shapes.values())) == PUBLISHED[version, size]
   assert huggingface.from_json(huggingface.to_json(config), "it") == config
   assert config_of(shapes, "it") == config and config_of(shapes_of(scanned), "it") == scanned

@@ -149,14 +149,13 @@ def test_tables(runs, tmp_path):
   noted = [{"from": 1000, "environment": {"jax": "1"}}, {"from": 1040, "environment": {"jax": "2"}}]
   (tmp_path / "third/run.json").write_text(json.dumps({"start": 1000, "processes": noted}))
   found = report.report([*runs, third])
-  table, equal, *_ = found["runs"]
-  # A column without a value is left out, and one with the same in all runs is a sentence.
+  table, *_ = found["runs"]
+  # A column without a value is left out.
   head = [name for name in table.head if "FLOPs" not in name]
-  assert head == ["run", "score", "weights", "last loss", "density now", "rules"]
+  assert head == ["run", "score", "weights", "steps", "inherited", "last loss", "density now"]
   first = dict(zip(table.head, table.rows[0], strict=True))
-  rules = "ff: mdgf_exponential 1:8, total=100, dense=10, finetune=20"
-  assert [first[name] for name in head] == ["mdgf", "55", "12.5 %", "0.64", "0.125", rules]
-  assert equal == "Of all runs: steps 100, inherited 1,000."
+  said = ["mdgf", "55", "12.5 %", "100", "1,000", "0.64", "0.125"]
+  assert [first[name] for name in head] == said
   settings = found["settings"][0].rows
   assert settings[:3] == [
     ["PATTERN", "'1:8'", "'1:4'", "'1:8'"],

@@ -38,7 +38,7 @@ def test_a_place_is_a_regex_of_the_whole_path():
     ("middle/ff", []),  # no word that narrows: a regex, not a role
   ):
     rules = nms.Rules({place: LINEAR})
-    assert [path for path in paths if rules.find(path) is LINEAR] == named
+    assert [path for path in paths if rules.match(path)] == named
 
 
 def test_the_first_place_that_names_a_parameter_owns_it():

@@ -11,7 +11,7 @@ import pytest
 
 import nm_sparsity_jax as nms
 from nm_sparsity_jax.analysis import run_folder
-from nm_sparsity_jax.runs import events, files, folders, lock, signals
+from nm_sparsity_jax.runs import events, files, folders, lock, signals, trained
 from nm_sparsity_jax.trainer import train
 from nm_sparsity_jax.training import configure
 
@@ -59,7 +59,7 @@ def test_the_rules_are_those_of_the_macros_where_no_checkpoint_tells(tmp_path):
     beta=0.5, gradient="straight_through", indivisible="skip",
   )  # fmt: skip
   assert nms.runs.rules_of(str(tmp_path)) == want
-  assert nms.runs.read_settings(tmp_path) == written
+  assert trained.read_settings(tmp_path) == written
   (tmp_path / "config.gin").write_text("RECIPE = 'sr_ste'\nRECIPE_FIELDS = %FIELDS\n")
   with pytest.raises(ValueError, match="RECIPE_FIELDS"):
     nms.runs.rules_of(tmp_path)

@@ -12,7 +12,6 @@ library; `unstack_layers` says which arrays a scan stacks.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import json
 import os
 import pathlib
@@ -99,7 +98,6 @@ _SIZES = {
 _CHOICES = (*_SIZES, "mlp_activations", "logits_via_embedding")
 
 
-@functools.cache  # `config_of` and both ways ask again
 def shapes_of(config: T5Config) -> dict[str, tuple[int, ...]]:
   """Returns key -> shape of the parameters of a network, scanned or not."""
   # The trace of a scan is one layer, so it is fast for any depth.

@@ -1,27 +1,19 @@
-"""Kauldron: a launcher for one host or several, and a metric. Training needs the optimizer alone.
+"""Kauldron: a metric that watches the masks. Training needs the optimizer alone.
 
     cfg.optimizer = nms.sparse(optax.adamw(1e-3), rules)
     cfg.train_metrics["sparsity"] = nms_kauldron.Sparsity(rules=rules)
 
-    python -m nm_sparsity_jax.integrations.kauldron --cfg=vit_b.py --cfg.workdir=gs://bucket/run
-
-Kauldron's main never starts `jax.distributed`. This does, where you ask: `--distributed` where the
-hosts know one another (a TPU slice, Slurm), with three flags more where they do not. All other
-arguments are Kauldron's.
+docs/kauldron.md has the commands, for one host and for several.
 """
 
 # pyright: reportMissingImports=false, reportMissingModuleSource=false, reportAttributeAccessIssue=false
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
-import runpy
-import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -95,31 +87,3 @@ class Sparsity(kd.metrics.Metric):
       rate = metrics.flip_rate(metrics.masks_of(dense, self.rules, step, state.masks), new)
       values |= {"nm/flip_rate/all": rate.all, "nm/flip_rate/kept": rate.kept}
     return self.State({name.removeprefix("nm/"): x for name, x in values.items()})
-
-
-def main(argv: Sequence[str]) -> None:
-  """Starts what was asked for, then Kauldron.
-
-  Args:
-    argv: the arguments, without the program.
-  """
-  parser = argparse.ArgumentParser(
-    prog="python -m nm_sparsity_jax.integrations.kauldron",
-    description=__doc__,
-    formatter_class=argparse.RawDescriptionHelpFormatter,
-    allow_abbrev=False,
-  )
-  parser.add_argument("--distributed", action="store_true", help="this host is one of several")
-  parser.add_argument("--coordinator_address", metavar="HOST:PORT", help="of process 0")
-  parser.add_argument("--process_count", type=int, metavar="N", help="of all hosts")
-  parser.add_argument("--process_index", type=int, metavar="I", help="of this one, from 0")
-  args, theirs = parser.parse_known_args(argv)
-  host = args.coordinator_address, args.process_count, args.process_index
-  if args.distributed or host != (None, None, None):
-    jax.distributed.initialize(*host)  # It refuses flags that lack another one.
-  sys.argv = ["kauldron", *theirs]  # absl reads the flags there
-  runpy.run_module("kauldron.main", run_name="__main__", alter_sys=True)
-
-
-if __name__ == "__main__":
-  main(sys.argv[1:])

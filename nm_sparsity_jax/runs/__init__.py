@@ -17,16 +17,16 @@ from typing import TYPE_CHECKING, Any
 
 _HOME = {
   "verify": "verify_checkpoint", "finalize": "verify_checkpoint", "rules_of": "trained",
-  "read_settings": "trained", "convert": "export_checkpoint", "export": "export_checkpoint",
+  "convert": "export_checkpoint", "export": "export_checkpoint",
   "pack": "export_checkpoint",
 }  # fmt: skip
 
 if TYPE_CHECKING:
   from nm_sparsity_jax.runs.export_checkpoint import convert, export, pack
-  from nm_sparsity_jax.runs.trained import read_settings, rules_of
+  from nm_sparsity_jax.runs.trained import rules_of
   from nm_sparsity_jax.runs.verify_checkpoint import finalize, verify
 
-__all__ = ["convert", "export", "finalize", "pack", "read_settings", "rules_of", "verify"]
+__all__ = ["convert", "export", "finalize", "pack", "rules_of", "verify"]
 
 
 def __getattr__(name: str) -> Any:

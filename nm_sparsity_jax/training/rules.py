@@ -49,8 +49,8 @@ class Rules:
 
   >>> from nm_sparsity_jax import Phases, recipe
   >>> r = recipe("mdgf_linear", pattern="1:8", phases=Phases(total=100))
-  >>> Rules({"ff": r}).find("encoder/layers_0/mlp/wi_0/kernel") is r
-  True
+  >>> Rules({"ff": r, ".*/out/kernel": r}).match("encoder/layers_0/mlp/wi_0/kernel")
+  'ff'
 
   Hashable by value, so it can be a field of a flax module. Do not change its tables.
 
@@ -164,7 +164,7 @@ class Rules:
       path = path.removesuffix("_axes")
       names = tuple(getattr(names, "names", names))
       own = [i for i, name in enumerate(names) if name not in ("layers", "stack")]
-      if not path.endswith("kernel") or len(own) == len(names) or self.find(path) is None:
+      if not path.endswith("kernel") or len(own) == len(names) or self.match(path) is None:
         continue
       role = roles.role_of(path)
       if len(own) == 2 or (len(own) == 3 and role in ("q", "k", "v", "o")):
@@ -242,14 +242,9 @@ class Rules:
       self._matched[path] = next(hits, None)
     return self._matched[path]
 
-  def find(self, path: str) -> Recipe | None:
-    """Returns the recipe of a path, None where no place names it."""
-    place = self.match(path)
-    return None if place is None else self.places[place]
-
   def sparse_recipe(self, path: str) -> Recipe | None:
     """Returns the recipe that makes a parameter sparse, None where it stays dense."""
-    recipe = self.find(path)
+    recipe = self.places.get(self.match(path) or "")
     return None if isinstance(recipe, Dense) else recipe
 
   def site(self, path: str, shape: Sequence[int], axis: masks.Axis) -> Site | str | None:

@@ -283,12 +283,6 @@ def scalar(count: Any) -> jax.Array:
 # --- links of an optax chain, for those who compose by hand -----------------------------------
 
 
-class CountStepsState(NamedTuple):
-  """The state of `nms.count_steps`: the updates applied so far, an int32 scalar."""
-
-  count: jax.Array
-
-
 class SrSteState(NamedTuple):
   """The state of `nms.sr_ste`: the updates applied so far, an int32 scalar."""
 
@@ -379,32 +373,14 @@ def add_sr_ste(
   return map_with_names(add, tree)
 
 
-def count_steps() -> optax.GradientTransformation:
-  """Counts updates and changes nothing: for optimizers that keep no count, such as plain SGD.
-
-      tx = optax.chain(nms.count_steps(), optax.sgd(0.1))
-      nms.step_count(tx.init(params))  # 0
-
-  Give it no arguments. `nms.step_count` finds its count.
-  """
-
-  def init(params):
-    return CountStepsState(jnp.int32(0))
-
-  def update(updates, state, params=None):
-    return updates, CountStepsState(state.count + 1)
-
-  return optax.GradientTransformation(init, update)
-
-
 def step_count(opt_state: Any) -> jax.Array:
   """Returns the number of optimizer updates applied, an int32 scalar: the `step`.
 
       step = nms.step_count(opt_state)
 
   It is the count of `nms.sparse`; else under `optax.MultiSteps` its `gradient_step`; else the count
-  of `sr_ste` or `count_steps`; else the first `count` in the chain. (Counts that begin anew, of
-  `optax.apply_every` and `reduce_on_plateau`, are skipped.)
+  of `sr_ste`; else the first `count` in the chain. (Counts that begin anew, of `optax.apply_every`
+  and `reduce_on_plateau`, are skipped.)
 
   Args:
     opt_state: the state of any optax optimizer.
@@ -413,7 +389,7 @@ def step_count(opt_state: Any) -> jax.Array:
   for kinds, field in (
     ((SparseState,), "count"),
     ((optax.MultiStepsState,), "gradient_step"),
-    ((SrSteState, CountStepsState), "count"),
+    ((SrSteState,), "count"),
   ):
     if found := states(opt_state, *kinds):
       return scalar(getattr(found[0], field))
@@ -422,8 +398,8 @@ def step_count(opt_state: Any) -> jax.Array:
     if not begins_anew and len(jax.tree.leaves(count)) == 1:
       return scalar(count)
   raise ValueError(
-    "the optimizer state has no step count: add one, "
-    "optax.chain(nms.count_steps(), your_optimizer)."
+    "the optimizer state has no step count: add one, optax.chain(nms.sr_ste(rules), optimizer), "
+    "which counts also where no recipe has its term."
   )
 
 

@@ -109,15 +109,18 @@ def assert_one_of_four(params):
 ONE_DEVICE = {"PYTHONPATH": ":".join(PATHS), "JAX_NUM_CPU_DEVICES": "1"}
 
 
-def launcher(folder):
-  """The command of users, for a run into a folder."""
-  command = [sys.executable, "-m", "nm_sparsity_jax.integrations.kauldron"]
+def launcher(folder, host=""):
+  """The command of users, for a run into a folder; docs/kauldron.md has that of several hosts."""
+  command = [sys.executable, "-m", "kauldron.main"]
+  if host:
+    (code,) = re.findall(r'python -c "(.*initialize.*)"', (ROOT / "docs/kauldron.md").read_text())
+    command = [sys.executable, "-c", code.replace("initialize()", f"initialize({host})")]
   return [*command, f"--cfg={gemma_konfig.__file__}", f"--cfg.workdir={folder}"]
 
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
-  """The folder of a run by the launcher, on one device."""
+  """The folder of a run by the command, on one device."""
   folder = tmp_path_factory.mktemp("runs")
   hosts.run(folder, lambda _: [launcher(folder / "whole")], **ONE_DEVICE)
   return folder / "whole"
@@ -266,26 +269,13 @@ def test_other_rules_end_the_run_at_the_first_metric_and_before_a_checkpoint(who
   assert checkpoint.read(str(tmp_path / "run")).step == 12
 
 
-@pytest.mark.parametrize(
-  "flag",
-  ["--distributed", "--coordinator_address=host0:1", "--process_count=2", "--process_index=0"],
-)
-def test_each_flag_of_several_hosts_starts_jax_distributed(flag):
-  """None starts a lone run in silence."""
-  jax.devices()  # so that jax refuses a start
-  with pytest.raises(RuntimeError, match="jax.distributed.initialize"):
-    gemma_kauldron.nms_kauldron.main([flag])
-
-
 @pytest.mark.slow
 def test_two_processes_train_and_resume_and_one_finds_the_same(whole, tmp_path):
-  """As two hosts do, by the launcher of users."""
+  """As two hosts do, by the command of the page."""
 
   def launch(name, *flags):
-    own = (*flags, "--distributed", "--process_count=2")
     return lambda address: [
-      [*launcher(tmp_path / name), *own, f"--coordinator_address={address}", f"--process_index={i}"]
-      for i in range(2)
+      [*launcher(tmp_path / name, f"{address!r}, 2, {i}"), *flags] for i in range(2)
     ]
 
   for name, *flags in (("two",), ("cut", "--cfg.stop_after_steps=5"), ("cut",)):

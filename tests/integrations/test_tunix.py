@@ -28,7 +28,7 @@ from conformance import (
 
 import nm_sparsity_jax as nms
 from nm_sparsity_jax.core.trees import flatten
-from nm_sparsity_jax.training import rules_text
+from nm_sparsity_jax.training import rules_text, transform
 
 pytest.importorskip("tunix")
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -209,7 +209,7 @@ def test_a_mesh_shards_the_dense_weights_as_their_parameters(tmp_path):
   assert_same(*map(params_of, ends))
   for trainer in ends:
     params, opt = params_of(trainer), nnx.as_pure(trainer.optimizer.opt_state)
-    (state,) = nms.optim.states(opt, nms.optim.SparseState)
+    (state,) = transform.states(opt, transform.SparseState)
     shards, dense = dict(flatten(params)), dict(flatten(state.dense))
     assert len(dense) == 14
     for path, w in dense.items():

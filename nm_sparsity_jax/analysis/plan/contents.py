@@ -12,6 +12,7 @@ import numpy as np
 
 from nm_sparsity_jax.analysis.plan.build import Plan
 from nm_sparsity_jax.training import flops
+from nm_sparsity_jax.training.rules import Rules
 from nm_sparsity_jax.training.sites import Assignment
 
 
@@ -50,24 +51,11 @@ def schedule(assignment: Assignment, offset: int = 0) -> list[dict[str, Any]]:
   ]
 
 
-def loss(plan: Plan) -> dict[str, Any]:
-  """Returns the part `loss`: lambda, and how many times its mean T5X's loss is at most."""
-  places = plan.rules.places.items() if plan.rules else ()
-  terms = {key: recipe for key, recipe in places if recipe.lam}
-  part = {
-    "lambda": {key: recipe.lam for key, recipe in terms.items() if not recipe.decoupled},
-    "decoupled": {key: recipe.lam for key, recipe in terms.items() if recipe.decoupled},
-    "mean_over": getattr(plan.workload, "weight", None),
-  }
-  if plan.state is not None:
-    from nm_sparsity_jax.integrations import t5x as t5x_adapter
-
-    # Padding carries no weight, so a batch without any has the largest loss.
-    full = {name: np.ones(x.shape, x.dtype) for name, x in plan.batch().items()}
-    part["factor"] = plan.model._loss_normalizing_factor
-    parts = plan.config.argument("num_microbatches", "SparseTrainer")
-    part["t5x_over_mean_at_most"] = float(t5x_adapter.loss_scale(part["factor"], full, parts))
-  return part
+def lambdas(rules: Rules) -> dict[str, float] | None:
+  """Returns the part `lambda`: place -> weight of SR-STE's term; None where no recipe has one."""
+  terms = {place: recipe for place, recipe in rules.places.items() if recipe.lam}
+  name = lambda place, recipe: f"{place}, decoupled" if recipe.decoupled else place
+  return {name(place, recipe): recipe.lam for place, recipe in terms.items()} or None
 
 
 def rate(plan: Plan) -> dict[str, Any] | None:

@@ -141,19 +141,15 @@ def _overview(runs: Sequence[Run], checkpoint: table.Checkpoint) -> Iterator[Par
     rows.append([
       run.name, f"{scores[run]:.4g}" if run in scores else "-", kept,
       weights or ("-" if run.sparse is None else "all"), flops, f"{done:,}", f"{inherited:,}",
-      *values, run.rules.text if run.rules else run.no_rules,
+      *values,
     ])  # fmt: skip
   head = [
     "run", "score", "kept", "weights", "training FLOPs (of dense)", "steps", "inherited",
-    "last loss", "density now", "rules",
+    "last loss", "density now",
   ]  # fmt: skip
-  columns = list(zip(head, *rows, strict=True))
-  # A column that tells no run from another is a sentence, and one that tells nothing is left out.
-  alike = [c for c in columns[1:] if len({*c[1:]}) == 1 and (rows[1:] or c[1] == "-")]
-  head, *rows = zip(*(c for c in columns if c not in alike), strict=True)
+  columns = [c for c in zip(head, *rows, strict=True) if {*c[1:]} != {"-"}]
+  head, *rows = zip(*columns, strict=True)
   yield Table(head, rows)
-  if same := [f"{name} {value}" for name, value, *_ in alike if value != "-"]:
-    yield f"Of all runs: {', '.join(same)}."
   if scores:
     yield (
       f"Score: {'the mean of ' * (len(shared) > 1)}{' and '.join(shared)}. "

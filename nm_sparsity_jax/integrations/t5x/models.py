@@ -43,8 +43,7 @@ def _refuse(state: Any, _: Any) -> None:
 # T5X looks up how an optax state is sharded before anything compiles. Under MultiSteps its steps
 # are no updates, so TRAIN_STEPS would end the run in the middle of the schedule.
 optimizers.OptaxStatePartitionRules._RULES.update(
-  {transform.CountStepsState: lambda state, axes: transform.CountStepsState(count=None)}  # type: ignore
-  | dict.fromkeys((transform.SrSteState, transform.SparseState, optax.MultiStepsState), _refuse)
+  dict.fromkeys((transform.SrSteState, transform.SparseState, optax.MultiStepsState), _refuse)
 )
 
 
