@@ -19,6 +19,7 @@ from nm_sparsity_jax.deploy.huggingface import config_of
 from nm_sparsity_jax.models.t5 import T5Config, Transformer
 from nm_sparsity_jax.trainer.workloads import decoding
 
+
 @pytest.fixture(autouse=True, scope="module")
 def networks_are_traced_once():
   with pytest.MonkeyPatch.context() as patch:
