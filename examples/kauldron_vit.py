@@ -1,7 +1,6 @@
 """A konfig file of Kauldron: ViT-B/16 on ImageNet, with feed-forward kernels of 1:8.
 
-    python -m kauldron.main --cfg=examples/kauldron_vit.py \
-      --cfg.workdir=/data/vit_b
+    python -m kauldron.main --cfg=examples/kauldron_vit.py --cfg.workdir=/data/vit_b
 
 `nms.sparse` around the optimizer is ours, and a metric. docs/kauldron.md has more commands.
 """

@@ -202,9 +202,10 @@ def hard(folder, **fields):
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
-  """An uninterrupted one."""
+  """An uninterrupted one. It learns on packed rows."""
   folder = tmp_path_factory.mktemp("whole")
   assert train.train(hard(folder)) == 0
+  assert lines(folder)[-1]["loss"] < 0.9 * lines(folder)[0]["loss"]
   return folder, read(folder, 24)
 
 

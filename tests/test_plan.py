@@ -289,11 +289,11 @@ def test_t5xs_evaluation_of_a_dense_checkpoint_is_refused(run_t5x, start):
 
 
 @pytest.mark.t5x
-def test_what_t5x_makes_of_lambda_and_of_documented_overrides(run_t5x, start):
+def test_documented_overrides_of_t5x_are_reported(run_t5x, start):
   flags = sum(documented_overrides(of_t5x=True), [])
   code, report = run_t5x(**FINETUNE, **start, LEARNING_RATE=0.5, raw=flags)
   assert len(flags) == 4 and not code, report["errors"]
-  assert report["lambda"] == {"ff": 2e-4}
+  assert report["schedule"][0]["lambda"] == 2e-4
   assert has(report["warnings"], "a learning rate of its own, 0.01")
   assert report["learning_rate"]["last"] == 0.01
 

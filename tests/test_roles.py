@@ -112,8 +112,8 @@ def test_a_role_names_its_kernels_and_what_no_role_names_stays_dense(project):
   words = {word: (word,) for word in PROJECTS[project] if word}
   words |= {"qk": ("q", "k"), "qkv": ("q", "k", "v", "qkv")}
   for word, those in words.items():
-    find = nms.Rules({word: RECIPE}).find
-    assert {path: bool(find(path)) for path in kernels} == {
+    match = nms.Rules({word: RECIPE}).match
+    assert {path: bool(match(path)) for path in kernels} == {
       path: role in those for path, role in kernels.items()
     }
 
@@ -140,8 +140,8 @@ def test_a_role_names_its_kernels_and_what_no_role_names_stays_dense(project):
   ],
 )
 def test_self_and_cross_name_what_is_surely_one_of_them(attention, kind):
-  find = lambda place: nms.Rules({place: RECIPE}).find(f"{attention}/query/kernel")
-  assert [word for word in ("self", "cross") if find(f"{word}/q")] == ([kind] if kind else [])
+  match = lambda place: nms.Rules({place: RECIPE}).match(f"{attention}/query/kernel")
+  assert [word for word in ("self", "cross") if match(f"{word}/q")] == ([kind] if kind else [])
 
 
 # Kernels of others under a family's names: what the product sums over, by the class that made them.
@@ -177,21 +177,21 @@ def test_a_family_claims_no_wrong_axis_of_others(folder):
 
 
 def test_the_decoder_of_gemma_is_no_encoder():
-  find = nms.Rules({"decoder/ff": RECIPE}).find
+  match = nms.Rules({"decoder/ff": RECIPE}).match
   paths = [f"{part}layer_0/mlp/linear/w" for part in ("", "decoder/", "encoder/")]
-  assert [bool(find(path)) for path in paths] == [True, True, False]
+  assert [bool(match(path)) for path in paths] == [True, True, False]
 
 
 def test_a_family_from_outside_adds_to_the_vocabulary(monkeypatch):
   monkeypatch.setattr(roles, "_families", {**roles._families})
   paths = ("block_0/fc1/kernel", "block_0/mix/kernel", "block_7/fc1/kernel", "mlp/wi/kernel")
-  named = lambda place: [p for p in paths if nms.Rules({place: RECIPE}).find(p)]
+  named = lambda place: [p for p in paths if nms.Rules({place: RECIPE}).match(p)]
   assert named("ff") == [paths[3]] and named("mix") == []
   own = {"ff": r"(.*/)?fc\d/kernel", "mix": r"(.*/)?mix/kernel"}
   # A word that narrows here is a role of vision models, too.
   roles.register("own", own, {"head": r"(.*/)?block_7/.*"})
   assert named("ff") == [paths[i] for i in (0, 2, 3)] and named("mix") == [paths[1]]
-  assert named("head/ff") == [paths[2]] and nms.Rules({"head": RECIPE}).find("head/kernel")
+  assert named("head/ff") == [paths[2]] and nms.Rules({"head": RECIPE}).match("head/kernel")
   layouts = {r"(.*/)?fc1/kernel": "iio io"}
   roles.register("own", own, layouts=layouts)
   for shape, axis in (((2, 4, 8), (0, 1)), ((8, 4), 0)):

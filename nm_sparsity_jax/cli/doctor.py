@@ -8,7 +8,7 @@ what you do, so --for says which parts must be there:
   t5x     t5x.train with our gin files (docs/t5x.md)
   tpu     a TPU's compiler that fits the installed jax (docs/tpu.md)
 
-Each line is ok, BAD (to fix), or !: not what was tested, or slower than it could be.
+Each line is ok, BAD (to fix) or ! (slower than it could be).
 
 Exit code: 0 = nothing is bad, 1 = something is.
 """
@@ -127,7 +127,7 @@ def _required(distribution: str, extra: str, remedy: str) -> Iterator[Finding]:
 def _unpublished(name: str) -> Finding:
   if folder := folder_of(name):
     return Finding("ok", name, str(folder))
-  return Finding("BAD", name, "is not installed", "it is not on PyPI: docs/t5x.md says how")
+  return Finding("BAD", name, "is not installed", "install it from its source: docs/t5x.md")
 
 
 def folder_of(module: str) -> pathlib.Path | None:

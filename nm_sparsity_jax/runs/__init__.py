@@ -17,8 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 _HOME = {
   "verify": "verify_checkpoint", "finalize": "verify_checkpoint", "rules_of": "trained",
-  "convert": "export_checkpoint", "export": "export_checkpoint",
-  "pack": "export_checkpoint",
+  "convert": "export_checkpoint", "export": "export_checkpoint", "pack": "export_checkpoint",
 }  # fmt: skip
 
 if TYPE_CHECKING:

@@ -17,7 +17,12 @@ def say(text: str) -> None:
 def sparsity(rules: Rules, params: Any, step: int) -> str:
   """Returns the patterns at a step, each with its D, as the line of a run shows them.
 
-  sparsity(rules, params, 100)  # '1:4 D 0.25, 2:8 D 0.25'
+  >>> import numpy as np
+  >>> from nm_sparsity_jax import Phases, recipe
+  >>> r = recipe("mdgf_linear", pattern="1:4", phases=Phases(total=100, dense=10), beta=0.01)
+  >>> rules, params = Rules({"x/kernel": r}), {"x": {"kernel": np.zeros((8, 4))}}
+  >>> [sparsity(rules, params, step) for step in (0, 85)]
+  ['dense', '1:4 D 0.25']
   """
   # From the schedule, on the host: a look at the weights would hold the devices up.
   decay_of = functools.cache(lambda recipe: float(recipe.decay(step)))

@@ -244,7 +244,8 @@ class Rules:
 
   def sparse_recipe(self, path: str) -> Recipe | None:
     """Returns the recipe that makes a parameter sparse, None where it stays dense."""
-    recipe = self.places.get(self.match(path) or "")
+    place = self.match(path)
+    recipe = None if place is None else self.places[place]
     return None if isinstance(recipe, Dense) else recipe
 
   def site(self, path: str, shape: Sequence[int], axis: masks.Axis) -> Site | str | None:

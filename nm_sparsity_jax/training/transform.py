@@ -398,8 +398,8 @@ def step_count(opt_state: Any) -> jax.Array:
     if not begins_anew and len(jax.tree.leaves(count)) == 1:
       return scalar(count)
   raise ValueError(
-    "the optimizer state has no step count: add one, optax.chain(nms.sr_ste(rules), optimizer), "
-    "which counts also where no recipe has its term."
+    "the optimizer state has no step count: give the optimizer a schedule, which counts, such as "
+    "optax.sgd(optax.constant_schedule(0.1))."
   )
 
 

@@ -109,11 +109,11 @@ def assert_one_of_four(params):
 ONE_DEVICE = {"PYTHONPATH": ":".join(PATHS), "JAX_NUM_CPU_DEVICES": "1"}
 
 
-def launcher(folder, host=""):
+def command_of(folder, host=""):
   """The command of users, for a run into a folder; docs/kauldron.md has that of several hosts."""
   command = [sys.executable, "-m", "kauldron.main"]
   if host:
-    (code,) = re.findall(r'python -c "(.*initialize.*)"', (ROOT / "docs/kauldron.md").read_text())
+    (code,) = re.findall(r'python -c "([^"]*)"', (ROOT / "docs/kauldron.md").read_text())
     command = [sys.executable, "-c", code.replace("initialize()", f"initialize({host})")]
   return [*command, f"--cfg={gemma_konfig.__file__}", f"--cfg.workdir={folder}"]
 
@@ -122,7 +122,7 @@ def launcher(folder, host=""):
 def whole(tmp_path_factory):
   """The folder of a run by the command, on one device."""
   folder = tmp_path_factory.mktemp("runs")
-  hosts.run(folder, lambda _: [launcher(folder / "whole")], **ONE_DEVICE)
+  hosts.run(folder, lambda _: [command_of(folder / "whole")], **ONE_DEVICE)
   return folder / "whole"
 
 
@@ -275,7 +275,7 @@ def test_two_processes_train_and_resume_and_one_finds_the_same(whole, tmp_path):
 
   def launch(name, *flags):
     return lambda address: [
-      [*launcher(tmp_path / name, f"{address!r}, 2, {i}"), *flags] for i in range(2)
+      [*command_of(tmp_path / name, f"{address!r}, 2, {i}"), *flags] for i in range(2)
     ]
 
   for name, *flags in (("two",), ("cut", "--cfg.stop_after_steps=5"), ("cut",)):

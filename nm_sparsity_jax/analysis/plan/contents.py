@@ -12,7 +12,6 @@ import numpy as np
 
 from nm_sparsity_jax.analysis.plan.build import Plan
 from nm_sparsity_jax.training import flops
-from nm_sparsity_jax.training.rules import Rules
 from nm_sparsity_jax.training.sites import Assignment
 
 
@@ -35,6 +34,8 @@ def schedule(assignment: Assignment, offset: int = 0) -> list[dict[str, Any]]:
       "axis_sizes": sorted({site.axis_size for site in sites}),
       "recipe": recipe.name,
       "pattern": recipe.pattern,
+      "lambda": recipe.lam,
+      "decoupled": recipe.decoupled,
       "segments": [
         {
           "global_start": offset + s.start,
@@ -49,13 +50,6 @@ def schedule(assignment: Assignment, offset: int = 0) -> list[dict[str, Any]]:
     }
     for (recipe, segments), sites in timelines.items()
   ]
-
-
-def lambdas(rules: Rules) -> dict[str, float] | None:
-  """Returns the part `lambda`: place -> weight of SR-STE's term; None where no recipe has one."""
-  terms = {place: recipe for place, recipe in rules.places.items() if recipe.lam}
-  name = lambda place, recipe: f"{place}, decoupled" if recipe.decoupled else place
-  return {name(place, recipe): recipe.lam for place, recipe in terms.items()} or None
 
 
 def rate(plan: Plan) -> dict[str, Any] | None:

@@ -46,7 +46,7 @@ def plan(
   Returns:
     Plain values, those of `nm-sparsity plan --json`: 'ok', False if there are errors; 'errors',
     'warnings' and 'notes', texts; and, as far as they can be known, 'program', 'kernels',
-    'schedule', 'learning_rate', 'lambda', 'cost', 'topology' and 'restore'.
+    'schedule', 'learning_rate', 'cost', 'topology' and 'restore'.
   """
   config = Config(search_paths, gin_files, bindings)
   with config, warnings.catch_warnings():
@@ -84,8 +84,6 @@ def _parts(made: Plan, checkpoint: str | None, topology: str | None) -> dict[str
         )
     parts["cost"] = attempt(contents.cost, made, assignment)
   parts["learning_rate"] = attempt(contents.rate, made)
-  if made.rules is not None and made.trains:
-    parts["lambda"] = contents.lambdas(made.rules)
   if topology is not None and not made.errors:  # it takes minutes
     parts["topology"] = attempt(chips.check, made, topology)
   attempt(checks.check, made)

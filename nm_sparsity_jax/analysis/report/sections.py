@@ -173,12 +173,13 @@ def _scores(runs: Sequence[Run], checkpoint: table.Checkpoint) -> Iterator[Part]
 
 
 def _settings(runs: Sequence[Run]) -> Table:
-  """Returns a table of all macros and of what each run ran with; what differs stands first."""
+  """Returns a table of rules, macros and what each run ran with; what differs stands first."""
   found: list[dict[str, str]] = []
   for run in runs:
     # A process that resumes a run notes its own environment; the last one counts.
     processes = trained.started(run.path).get("processes") or [{}]
-    found.append({**trained.bound(run.gin), **processes[-1].get("environment", {})})
+    rules = {"rules": run.rules.text if run.rules else run.no_rules}
+    found.append({**rules, **trained.bound(run.gin), **processes[-1].get("environment", {})})
   names = sorted({name for one in found for name in one})
   rows = [[name, *(one.get(name, "-") for one in found)] for name in names]
   rows.sort(key=lambda row: len({*row[1:]}) == 1)

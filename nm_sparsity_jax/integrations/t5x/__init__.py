@@ -28,7 +28,7 @@ from nm_sparsity_jax.integrations.t5x.restore import (
   require_sparse,
   resume_sparse,
 )
-from nm_sparsity_jax.integrations.t5x.trainer import SparseTrainer, loss_scale, sparse_train_step
+from nm_sparsity_jax.integrations.t5x.trainer import SparseTrainer, sparse_train_step
 
 __all__ = [
   "COLLECTION",
@@ -37,7 +37,6 @@ __all__ = [
   "SparseTrainer",
   "absolute",
   "get_dataset",
-  "loss_scale",
   "owes_evaluation",
   "require_sparse",
   "resume_sparse",

@@ -6,6 +6,7 @@ The network is the dense one. `trainer.data.Source` brings the batches, and
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -55,8 +56,7 @@ class T5(Workload):
 
   def init(self, rng: jax.Array) -> Mapping[str, Any]:
     """Returns parameters, T5X's for its key, and their logical axes."""
-    tokens = jnp.ones((1, 1), jnp.int32)  # no parameter depends on the length
-    return self.network.init(rng, tokens, tokens, tokens, enable_dropout=False)
+    return _init(self.network, rng)
 
   def loss(self, params, state, batch, rng):
     """Returns the cross entropy and z-loss of the target tokens; z_loss, correct, tokens."""
@@ -129,3 +129,10 @@ class T5(Workload):
     names = "encoder_input_tokens", *own, *(of_packed if packed else ())
     length = lambda name: self.lengths["inputs" if name.startswith("encoder") else "targets"]
     return {name: jax.ShapeDtypeStruct((rows, length(name)), jnp.int32) for name in names}
+
+
+# Under jit equal networks share a trace: a sweep makes one of each run.
+@functools.partial(jax.jit, static_argnums=0)
+def _init(network: nn.Module, rng: jax.Array) -> Mapping[str, Any]:
+  tokens = jnp.ones((1, 1), jnp.int32)  # no parameter depends on the length
+  return network.init(rng, tokens, tokens, tokens, enable_dropout=False)
