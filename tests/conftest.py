@@ -90,7 +90,10 @@ def as_users_compute():
 
 
 # The files that take longest begin, so that no worker ends with one while others wait.
-LONGEST = ("test_t5x_thread", "test_local", "test_workloads", "test_t5x_adapter", "test_export")
+LONGEST = (
+  "test_t5x_thread", "test_local", "test_workloads", "test_t5x_adapter", "test_docs", "test_sparse",
+  "test_export", "test_masks", "test_every_recipe", "test_vision_workload",
+)  # fmt: skip
 
 
 def pytest_collection_modifyitems(items):

@@ -62,6 +62,8 @@ class Source:
     )
     options = tf.data.Options()
     options.deterministic = True  # in spite of parallel reads
+    # Its thread sleeps for up to a minute, and a stream that ends may wait for it.
+    options.autotune.enabled = False
     # No stream can be entered in the middle: what comes before `start` is made again, and dropped.
     return dataset.with_options(options).skip(start).prefetch(2).as_numpy_iterator()
 
