@@ -25,6 +25,7 @@ _HOME = {
   "sparse": "training.transform.sparse",
   "dense_params": "training.transform.dense_params",
   "sr_ste": "training.transform.sr_ste",
+  "count_steps": "training.transform.count_steps",
   "step_count": "training.transform.step_count",
   "bench": "analysis.bench",
   "configure": "training.configure",
@@ -56,13 +57,20 @@ if TYPE_CHECKING:  # what type checkers and editors see; a test holds it equal t
   from nm_sparsity_jax.training.apply import finalize, sparsify, verify
   from nm_sparsity_jax.training.rules import Rules
   from nm_sparsity_jax.training.stored import init_state, update_state
-  from nm_sparsity_jax.training.transform import dense_params, sparse, sr_ste, step_count
+  from nm_sparsity_jax.training.transform import (
+    count_steps,
+    dense_params,
+    sparse,
+    sr_ste,
+    step_count,
+  )
 
 __all__ = [
-    "__version__", "NM", "Phases", "Recipe", "Rules", "bench", "configure", "dense_params",
-    "finalize", "flops", "inference_tree", "init_state", "layers", "magnitude_mask", "masks",
-    "metrics", "nm_mask", "packed", "plan", "recipe", "recipes", "report", "roles", "runs",
-    "scores", "sparse", "sparsify", "sr_ste", "step_count", "sweep", "update_state", "verify",
+    "__version__", "NM", "Phases", "Recipe", "Rules", "bench", "configure", "count_steps",
+    "dense_params", "finalize", "flops", "inference_tree", "init_state", "layers",
+    "magnitude_mask", "masks", "metrics", "nm_mask", "packed", "plan", "recipe", "recipes",
+    "report", "roles", "runs", "scores", "sparse", "sparsify", "sr_ste", "step_count", "sweep",
+    "update_state", "verify",
 ]  # fmt: skip
 
 

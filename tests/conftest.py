@@ -115,7 +115,7 @@ def drop_programs():
 
 
 def resident():
-  """Bytes of memory that this process holds; no end of them outside of Linux."""
+  """Returns the bytes of memory that this process holds; outside of Linux, infinity."""
   statm = pathlib.Path("/proc/self/statm")
   return int(statm.read_text().split()[1]) * mmap.PAGESIZE if statm.exists() else math.inf
 

@@ -106,7 +106,7 @@ def test_counts_are_exact_where_float32_sums_would_stall():
 # Each parameter has another optimizer, and each of these is wrapped.
 PARTS = {
   "a": optax.MultiSteps(optax.inject_hyperparams(optax.adam)(learning_rate=1e-3, b2=0.9), 1),
-  "b": optax.chain(optax.clip(1e9), optax.adamw(1e-3, b2=0.9)),
+  "b": optax.chain(optax.clip(1e9), nms.count_steps(), optax.adamw(1e-3, b2=0.9)),
   "c": optax.sgd(1.0),
 }
 LABELS = {"mlp": {"wi": "a", "wo": "b"}, "scale": "c"}

@@ -70,7 +70,8 @@ def test_a_row_is_planned_and_its_run_is_matched_with_it(row, tmp_path, shapes):
     assert not c.errors
     rules = c.value("RULES")
     assert rules_text.describe(rules) == expected_rules(row)
-    network = repr(c.value("NETWORK"))  # of many tables; its layers are traced one by one
+    # Many tables have the same network, and its trace takes a second.
+    network = repr(c.value("NETWORK"))
     if network not in shapes:
       shapes[network] = jax.eval_shape(build.workload_of(c).init, jax.random.PRNGKey(0))
     params, axes = shapes[network]["params"], shapes[network].get("params_axes")

@@ -252,7 +252,7 @@ LINK, ADAM = nms.sr_ste(rules_of(["sr_ste"])), optax.adam(1e-3)
   [
     # The first `count` in the chain, but those that begin anew.
     (optax.chain(other_count(), ADAM), 3, 70),
-    (optax.sgd(optax.constant_schedule(0.1)), 3, 3),
+    (optax.chain(nms.count_steps(), optax.sgd(0.1)), 3, 3),
     (optax.chain(optax.contrib.reduce_on_plateau(accumulation_size=2), ADAM), 3, 3),
     # MultiSteps comes before another `count`, and nms.sparse before all.
     (optax.MultiSteps(optax.chain(LINK, optax.sgd(1.0)), 4), 11, 2),
@@ -269,7 +269,7 @@ def test_step_count(tx, updates, steps):
 
 
 def test_without_a_count_there_is_no_step():
-  with pytest.raises(ValueError, match="schedule"):
+  with pytest.raises(ValueError, match="count_steps"):
     nms.step_count(optax.sgd(0.1).init(params_of(names=["sr_ste"])))
 
 

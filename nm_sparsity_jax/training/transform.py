@@ -373,6 +373,17 @@ def add_sr_ste(
   return map_with_names(add, tree)
 
 
+def count_steps() -> optax.GradientTransformation:
+  """Counts updates and changes nothing: for optimizers that keep no count, such as plain SGD.
+
+      tx = optax.chain(nms.count_steps(), optax.sgd(0.1))
+      nms.step_count(tx.init(params))  # 0
+
+  Put it first in the chain: `nms.step_count` takes the first count there.
+  """
+  return optax.scale_by_schedule(lambda count: 1.0)
+
+
 def step_count(opt_state: Any) -> jax.Array:
   """Returns the number of optimizer updates applied, an int32 scalar: the `step`.
 
@@ -398,8 +409,8 @@ def step_count(opt_state: Any) -> jax.Array:
     if not begins_anew and len(jax.tree.leaves(count)) == 1:
       return scalar(count)
   raise ValueError(
-    "the optimizer state has no step count: give the optimizer a schedule, which counts, such as "
-    "optax.sgd(optax.constant_schedule(0.1))."
+    "the optimizer state has no step count: add one, "
+    "optax.chain(nms.count_steps(), your_optimizer)."
   )
 
 

@@ -34,8 +34,7 @@ def schedule(assignment: Assignment, offset: int = 0) -> list[dict[str, Any]]:
       "axis_sizes": sorted({site.axis_size for site in sites}),
       "recipe": recipe.name,
       "pattern": recipe.pattern,
-      "lambda": recipe.lam,
-      "decoupled": recipe.decoupled,
+      **({"lambda": recipe.lam, "decoupled": recipe.decoupled} if recipe.lam else {}),
       "segments": [
         {
           "global_start": offset + s.start,

@@ -147,6 +147,7 @@ def _overview(runs: Sequence[Run], checkpoint: table.Checkpoint) -> Iterator[Par
     "run", "score", "kept", "weights", "training FLOPs (of dense)", "steps", "inherited",
     "last loss", "density now",
   ]  # fmt: skip
+  # A column without a value is left out.
   columns = [c for c in zip(head, *rows, strict=True) if {*c[1:]} != {"-"}]
   head, *rows = zip(*columns, strict=True)
   yield Table(head, rows)

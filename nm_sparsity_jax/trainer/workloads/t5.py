@@ -131,7 +131,7 @@ class T5(Workload):
     return {name: jax.ShapeDtypeStruct((rows, length(name)), jnp.int32) for name in names}
 
 
-# Under jit equal networks share a trace: a sweep makes one of each run.
+# Under jit, equal networks share one trace: a sweep makes a network for each of its runs.
 @functools.partial(jax.jit, static_argnums=0)
 def _init(network: nn.Module, rng: jax.Array) -> Mapping[str, Any]:
   tokens = jnp.ones((1, 1), jnp.int32)  # no parameter depends on the length
