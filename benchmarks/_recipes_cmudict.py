@@ -22,6 +22,7 @@ import optax
 from _recipes_tasks import Task
 
 from nm_sparsity_jax.models.t5 import T5Config, Transformer
+from nm_sparsity_jax.training.layers import DenseGeneral
 
 LETTERS, TOKENS = 12, 12  # of a word, and of its phonemes with the end: 97 % of the words fit
 PAD, END, FIRST = 0, 1, 2
@@ -86,6 +87,19 @@ def _rows(held: int, part: int):
   return tuple(encode(names, words()) for names in split([*words()], held, part))
 
 
+def _flat(call, args, kwargs, context):
+  """Calls a DenseGeneral with examples and tokens as one axis, as `nn.intercept_methods` asks.
+
+  XLA on a CPU then copies no transposed gradient, and a step takes a fifth less time.
+  """
+  if not isinstance(context.module, DenseGeneral) or context.method_name != "__call__":
+    return call(*args, **kwargs)
+  (x,) = args
+  lead = x.shape[: x.ndim - np.size(context.module.axis)]
+  y = call(x.reshape(-1, *x.shape[len(lead) :]))
+  return y.reshape(*lead, *y.shape[1:])
+
+
 class Speller(nn.Module):
   """The library's T5: the logits of each phoneme, from the letters and the right ones before it."""
 
@@ -96,7 +110,8 @@ class Speller(nn.Module):
     letters, answers = rows[:, :LETTERS], rows[:, LETTERS:]
     before = jnp.pad(answers, ((0, 0), (1, 0)))[:, :-1]
     t5 = Transformer(self.config, name="t5")
-    return t5(letters, before, answers, enable_dropout=False)
+    with nn.intercept_methods(_flat):
+      return t5(letters, before, answers, enable_dropout=False)
 
 
 @functools.lru_cache(maxsize=8)

@@ -214,7 +214,7 @@ def begun(study: Study) -> list[str]:
   lines = []
   for name, tried in study.tried.items():
     done = [cell for cell in tried if study.runs(cell)[0] in study.records]
-    if not name.endswith("tuned on words") or not done:
+    if not name.endswith("on words") or not done:
       continue
     best = min(done, key=lambda cell: tuning_losses(study, cell)[0])
     row = tried[best]
