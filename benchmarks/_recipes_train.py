@@ -176,12 +176,16 @@ def train(
     "density": density(final, row, pattern, run.rules),
     "flops": training_flops(task, row, pattern, steps),
     "curve": {name: [_short(point[name]) for point in curve] for name in curve[0]},
-    "versions": {"python": platform.python_version()}
-    | {name: importlib.metadata.version(name) for name in (*PACKAGES, *task.packages)}
-    | {"nm-sparsity-jax": nms.__version__},
+    "versions": versions(task.packages),
     "seconds": round(time.process_time() - began, 1),
     **about_start,
   }
+
+
+def versions(packages) -> dict[str, str]:
+  """Returns the versions that a record has: the usual ones, and those of more packages."""
+  found = {name: importlib.metadata.version(name) for name in (*PACKAGES, *packages)}
+  return {"python": platform.python_version()} | found | {"nm-sparsity-jax": nms.__version__}
 
 
 def density(final, row, pattern: str, rules: nms.Rules) -> float:

@@ -80,8 +80,8 @@ def label(row: str) -> str:
 
 
 def factor(measure: str, x: float) -> str:
-  """Returns a difference as a reader takes it: points, or a factor of the measured thing."""
-  return f"{x:+.1f}" if measure == "points" else f"{math.exp(x):.3f}"
+  """Returns a difference as a reader takes it: in points, or a factor of the measured thing."""
+  return f"{math.exp(x):.3f}" if measure.startswith("ln ") else f"{x:+.1f}"
 
 
 def mean_of(shown: Shown) -> str:

@@ -98,6 +98,8 @@ def value(record: Mapping[str, Any], measure: str, task: str, study: Study) -> f
   """Returns what is measured of a run."""
   if measure == "points":
     return 100 * record["accuracy"]
+  if measure == "BLEU":
+    return record["bleu"]
   if measure == "ln noise":
     at = study.declared["noise_at_loss"].get(task)
     return noise_at(record["curve"], at) if at and "noise" in record["curve"] else None
@@ -127,8 +129,9 @@ def differences(contrast: Contrast, study: Study) -> dict[int, float]:
 
 def says(contrast: Contrast, mean: float, low: float, high: float, p: float, study: Study) -> str:
   """Returns "holds", "fails" or "open" of one contrast, by the rules of study.toml."""
-  declared, points = study.declared, contrast.measure == "points"
-  margin = declared["margin_points"] if points else math.log(1 + declared["margin_ratio"])
+  declared = study.declared
+  margins = {"points": declared["margin_points"], "BLEU": declared["margin_bleu"]}
+  margin = margins.get(contrast.measure, math.log(1 + declared["margin_ratio"]))
   is_told = p < declared["level"]
   if contrast.expect == "not more":
     return "holds" if high < margin else "fails" if is_told and mean > 0 else "open"

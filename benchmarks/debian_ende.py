@@ -27,6 +27,7 @@ SPLITS = ("train", "validation", "test", "dictionary")  # the second and third: 
 SHA256 = "baf3c17b2ecb5147853ed8a1cbca569a26e2039a8fcf3e15f516d4480372e198"  # of all files of pairs
 FOLDER = pathlib.Path.home() / ".cache/nm-sparsity/debian_ende"
 VOCABULARY = FOLDER / "vocabulary.model"
+PIECES = 2048  # of the vocabulary; 4096 would be half of the work of a small network
 
 # A text that differs by system or module has one hidden span a case; the usual one has no class.
 _CASE = re.compile(
@@ -84,9 +85,7 @@ def split(folder: pathlib.Path) -> dict[str, list[tuple[str, str]]]:
 
 
 def prepare() -> None:
-  """Writes the files of pairs and the vocabulary, a sentencepiece model of 4096 pieces."""
-  import sentencepiece
-
+  """Fetches the packages, and writes what `write` does."""
   with tempfile.TemporaryDirectory() as home:
     fetch = f"apt-get download {PACKAGES} && for f in *.deb; do dpkg-deb -x $f .; done"
     try:
@@ -97,24 +96,37 @@ def prepare() -> None:
         f"update first; without apt, copy {FOLDER} from a machine that has it."
       ) from e
     pairs = split(pathlib.Path(home))
-  files = {
-    f"{name}.{language}": "".join(f"{pair[i]}\n" for pair in found).encode()
-    for name, found in pairs.items()
-    for i, language in enumerate(("en", "de"))
-  }
+  files = texts(pairs)
   digest = hashlib.sha256(b"".join(files.values())).hexdigest()
   if digest != SHA256:
     raise ValueError(
       f"the pairs have the SHA-256 {digest}, not {SHA256}, so scores would not compare: take "
       "Debian 12's packages."
     )
+  write(files)
+
+
+def texts(pairs: dict[str, list[tuple[str, str]]]) -> dict[str, bytes]:
+  """Returns the name of each file -> what is in it, a sentence a line."""
+  return {
+    f"{name}.{language}": "".join(f"{pair[i]}\n" for pair in found).encode()
+    for name, found in pairs.items()
+    for i, language in enumerate(("en", "de"))
+  }
+
+
+def write(files: dict[str, bytes]) -> None:
+  """Writes the files of pairs and the vocabulary, a sentencepiece model of both languages."""
+  import sentencepiece
+
   FOLDER.mkdir(parents=True, exist_ok=True)
   for name, data in files.items():
     (FOLDER / name).write_bytes(data)
+  lines = (files["train.en"] + files["train.de"]).decode().splitlines()
   sentencepiece.SentencePieceTrainer.train(
-    sentence_iterator=(text for pair in pairs["train"] for text in pair),
-    model_prefix=str(VOCABULARY.with_suffix("")), vocab_size=4096, model_type="bpe", num_threads=1,
-    character_coverage=1.0, pad_id=0, eos_id=1, unk_id=2, bos_id=-1, minloglevel=2,
+    sentence_iterator=iter(lines),
+    model_prefix=str(VOCABULARY.with_suffix("")), vocab_size=PIECES, model_type="bpe",
+    num_threads=1, character_coverage=1.0, pad_id=0, eos_id=1, unk_id=2, bos_id=-1, minloglevel=2,
     normalization_rule_name="identity",
   )  # fmt: skip
 

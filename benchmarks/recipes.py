@@ -121,10 +121,16 @@ def work(runs: list[Run], path: pathlib.Path) -> None:
 
 def one(run: Run, row: Row) -> dict[str, Any]:
   """Does a run, and returns its record."""
-  import _recipes_train
-
   steps = steps_of(run, row)
-  result = _recipes_train.train(run.task, row, run.pattern, steps, run.seed, onlooker_of(run, row))
+  if run.task.startswith("debian_ende"):  # imports seqio and TensorFlow
+    import _recipes_translation
+
+    result = _recipes_translation.train(run.task, row, run.pattern, steps, run.seed)
+  else:
+    import _recipes_train
+
+    onlooker = onlooker_of(run, row)
+    result = _recipes_train.train(run.task, row, run.pattern, steps, run.seed, onlooker)
   now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
   # When it ended and what was declared then, so that a reader can see which came first.
   made = {"utc": now, "study_sha256": _study.study().sha256}

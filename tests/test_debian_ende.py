@@ -7,6 +7,7 @@ from study_records import ROOT
 
 assert ROOT  # puts benchmarks/ where the next line looks
 debian = importlib.import_module("debian_ende")
+Row = importlib.import_module("_recipes_file").Row
 
 CASES = """Choose <span class="switchinline"><span hidden="true" id="MACx" class="MAC"><span
 class="emph">Preferences</span></span><span hidden="true" id="defaultx">Tools</span></span>."""
@@ -62,3 +63,30 @@ def test_without_apt_one_sentence_says_what_to_do(monkeypatch, tmp_path):
   pytest.importorskip("sentencepiece")
   with pytest.raises(ValueError, match="without apt, copy"):
     debian.prepare()
+
+
+@pytest.mark.slow
+def test_a_run_trains_from_one_start_proves_its_pattern_and_translates(packages, monkeypatch):
+  for name in ("seqio", "sacrebleu", "sentencepiece"):
+    pytest.importorskip(name)
+  translation = importlib.import_module("_recipes_translation")
+  monkeypatch.setattr(debian, "FOLDER", packages)
+  monkeypatch.setattr(debian, "VOCABULARY", packages / "vocabulary.model")
+  monkeypatch.setattr(debian, "PIECES", 60)
+  monkeypatch.setitem(translation.START, "steps", 2)
+  debian.write(debian.texts(debian.split(packages)))
+  row = Row("sr_ste", dense=0, decoupled=True, lam=2.0)
+  run = lambda seed: translation.train("debian_ende_1_16", row, "1:8", 4, seed)
+  one, same, other = run(1), run(1), run(2)
+  assert one["density"] == 0.125 and one["start"]["steps"] == 2
+  assert one["cross_entropy"] == same["cross_entropy"] != other["cross_entropy"]
+  assert one["start"] == other["start"]
+  (first, *_) = one["samples"]
+  assert f"{first['english']}\t{first['german']}" in scored_pairs(packages)
+  assert 0 <= one["bleu"] < 100 and 0 <= one["bleu_dictionary"] < 100
+
+
+def scored_pairs(folder):
+  """The lines of the split on which a run is scored."""
+  english, german = ((folder / f"test.{x}").read_text("utf8").splitlines() for x in ("en", "de"))
+  return ["\t".join(pair) for pair in zip(english, german, strict=True)]

@@ -5,6 +5,8 @@ import datetime
 import hashlib
 import importlib
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from study_records import ROOT
@@ -74,6 +76,19 @@ def test_each_kind_of_task_runs(tiny, task, pattern):
 
 
 # --- words ------------------------------------------------------------------------------------
+
+
+def test_a_speller_is_the_librarys_t5(tiny):
+  """That its products take examples and tokens as one axis changes no more than rounding does."""
+  network = tiny["cmudict"].network(ff=True)
+  rows = jax.random.randint(jax.random.key(0), (3, spelled.LETTERS + spelled.TOKENS), 2, 9)
+  variables = network.init(jax.random.key(1), rows)
+  letters, answers = rows[:, : spelled.LETTERS], rows[:, spelled.LETTERS :]
+  before = jnp.pad(answers, ((0, 0), (1, 0)))[:, :-1]
+  plain = spelled.Transformer(network.config).apply(
+    {"params": variables["params"]["t5"]}, letters, before, answers, enable_dropout=False
+  )
+  np.testing.assert_allclose(network.apply(variables, rows), plain, rtol=1e-5, atol=1e-5)
 
 
 def test_the_words_that_are_held_out_are_the_same_for_all_seeds_and_never_trained_on():

@@ -255,7 +255,7 @@ class Model:
       sums, collections, grads = self._gradient(state, batch, rng, microbatches)
       updates, opt_state = tx.update(grads, state.opt_state, state.params)
       with jax.numpy_dtype_promotion("standard"):
-        norms = optax.global_norm(grads), optax.global_norm(updates)
+        norms = optax.tree.norm(grads), optax.tree.norm(updates)
       params = optax.apply_updates(state.params, updates)
       average = state.average
       if self.ema_decay is not None:

@@ -1,0 +1,224 @@
+"""English to German: pairs of debian_ende.py, trained by `nm-sparsity train` from a dense start.
+
+    Row, pattern, steps, seed -> gin settings -> [train] -> [verify] -> [infer] -> BLEU -> a record
+
+The network is that of gin_configs/models/wmt.gin, smaller. Each width has one dense start, which is
+trained when a run first asks for it. A seed draws the order of the pairs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import fcntl
+import functools
+import io
+import json
+import pathlib
+import tempfile
+import time
+from typing import Any
+
+import debian_ende
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+from _recipes_tasks import Task
+from _recipes_train import training_flops, versions
+
+from nm_sparsity_jax import cli
+from nm_sparsity_jax.analysis import run_folder
+from nm_sparsity_jax.models.t5 import T5Config, Transformer
+from nm_sparsity_jax.runs import verify_checkpoint
+from t5x_tasks import metrics
+
+ROOT = pathlib.Path(__file__).parents[1]
+INPUTS, TARGETS = 96, 64  # as in debian_ende.gin
+START = {"steps": 6000, "rate": 4e-3}
+SAMPLES = 3  # translations that a record keeps
+PACKAGES = ("seqio", "sacrebleu", "sentencepiece")
+
+
+class Translator(nn.Module):
+  """The library's T5 on packed rows of inputs and targets; FLOPs are counted of it."""
+
+  config: T5Config
+
+  @nn.compact
+  def __call__(self, rows):
+    inputs, targets = rows[:, :INPUTS], rows[:, INPUTS:]
+    return Transformer(self.config, name="t5")(inputs, targets, targets, enable_dropout=False)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Translation(Task):
+  """Translates with a network of some width.
+
+  Attributes:
+    split: of the help pages that it is scored on.
+  """
+
+  width: int
+  heads: int
+  split: str = "test"
+  tests: int = 0  # all of the split
+  places: tuple[str, ...] = ("ff", "qkv", "o")
+  examples: int = 16
+  rate: float = 2e-3
+
+  @functools.cached_property
+  def sizes(self) -> dict[str, int]:
+    """Returns what differs from Table 16."""
+    return {
+      "emb_dim": self.width, "num_heads": self.heads, "head_dim": self.width // self.heads,
+      "mlp_dim": 4 * self.width, "num_encoder_layers": 2, "num_decoder_layers": 2,
+    }  # fmt: skip
+
+  def network(self, ff):
+    if not ff:
+      raise ValueError("translation has no network without feed-forward layers")
+    sizes: Any = self.sizes | {"vocab_size": debian_ende.PIECES}
+    return Translator(T5Config.preset("wmt", "table_16", **sizes))
+
+  def example(self):
+    return jax.ShapeDtypeStruct((1, INPUTS + TARGETS), jnp.int32)
+
+
+def _flags(task: Translation, run_files: list[str], **macros: Any) -> list[str]:
+  """Returns the flags of a program: its gin files, the sizes of the network, and macros."""
+  files = [*run_files, "benchmarks/debian_ende.gin"]
+  sizes = {f"network.T5Config.preset.{name}": size for name, size in task.sizes.items()}
+  return [
+    f"--gin_search_paths={ROOT}",
+    "--gin_file=gin_configs/models/wmt.gin",
+    *(f"--gin_file={file}" for file in files),
+    *(f"--gin.{name}={value!r}" for name, value in (sizes | macros).items()),
+  ]
+
+
+def _call(*argv: str) -> str:
+  """Calls `nm-sparsity`, and returns what it prints."""
+  said = io.StringIO()
+  with contextlib.redirect_stdout(said):
+    if code := cli.main(list(argv)):
+      raise RuntimeError(f"nm-sparsity {argv[0]} ended with {code}:\n{said.getvalue()}")
+  return said.getvalue()
+
+
+def _train(task: Translation, run_file: str, folder: pathlib.Path, steps: int, **macros) -> None:
+  files = ["gin_configs/runs/local_adamw.gin", f"gin_configs/runs/{run_file}"]
+  settings = {
+    "MODEL_DIR": str(folder), "SPARSE_STEPS": steps, "WARMUP_STEPS": steps // 10,
+    "EVAL_PERIOD": steps, "EVAL_SPLIT": task.split, "STATS_PERIOD": max(1, steps // 20),
+    "KEEP_CHECKPOINTS": 1,
+  }  # fmt: skip
+  _call("train", *_flags(task, files, **settings, **macros))
+
+
+def start_of(task: Translation) -> pathlib.Path:
+  """Returns the folder of the dense start of a width; trains it, or waits for who does."""
+  folder = debian_ende.FOLDER / f"start_{task.width}"
+  folder.mkdir(parents=True, exist_ok=True)
+  with open(f"{folder}.lock", "w") as lock:
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    # A run that is done, trained again, ends at once.
+    _train(
+      task, "local_train.gin", folder, START["steps"], RECIPE="dense",
+      LEARNING_RATE=START["rate"], CHECKPOINT_PERIOD=1000,
+    )  # fmt: skip
+  return folder
+
+
+def _scores(folder: pathlib.Path) -> dict[str, float]:
+  """Returns the accuracy and the cross-entropy of the last evaluation, under teacher forcing."""
+  (run,) = run_folder.read([folder])
+  last = lambda name: [*run.curves[f"training_eval/{debian_ende.NAME}/{name}"].values()][-1]
+  return {"accuracy": last("accuracy"), "cross_entropy": last("loss")}
+
+
+def train(task_name: str, row, pattern: str, steps: int, seed: int) -> dict[str, Any]:
+  """Runs one seed of one row; returns what `_recipes_train.train` does, with BLEU and samples."""
+  task = TRANSLATION[task_name]
+  start = start_of(task)
+  began = time.process_time()
+  settings: dict[str, Any] = {"RECIPE": row.recipe, "LEARNING_RATE": row.rate or task.rate}
+  if row.sparse:
+    fields = {"lam": row.lam, "decoupled": row.decoupled or None}
+    settings |= {
+      "PATTERN": pattern, "GRADIENT": row.gradient, "DENSE_STEPS": steps * row.dense // 100,
+      "FINETUNE_STEPS": steps * row.finetune // 100,
+      "RECIPE_FIELDS": {name: x for name, x in fields.items() if x is not None} or None,
+    }  # fmt: skip
+  with tempfile.TemporaryDirectory() as home:
+    folder = pathlib.Path(home) / "run"
+    _train(
+      task, "local_finetune.gin", folder, steps, INITIAL_CHECKPOINT_PATH=str(start),
+      RANDOM_SEED=seed, DATA_SEED=seed, **settings,
+    )  # fmt: skip
+    said = {split: translations(task, folder, split) for split in (task.split, "dictionary")}
+    (run,) = run_folder.read([folder])
+    return {
+      "steps": steps,
+      **_scores(folder),
+      "bleu": bleu(said[task.split]),
+      "bleu_dictionary": bleu(said["dictionary"]),
+      "samples": said[task.split][:SAMPLES],
+      "density": density(folder) if row.sparse else 1.0,
+      "flops": training_flops(task, row, pattern, steps),
+      "curve": {"step": [*run.curves["train/loss"]], "loss": [*run.curves["train/loss"].values()]},
+      "versions": versions(PACKAGES),
+      "seconds": round(time.process_time() - began, 1),
+      "start": START | _scores(start),
+    }
+
+
+def density(run: pathlib.Path) -> float:
+  """Returns the share of weights that sparse places keep, after a proof of their pattern."""
+  proof = verify_checkpoint.verify(run)
+  if not proof.ok:
+    raise AssertionError(f"{run} is not what it should be:\n{proof}")
+  return float(np.mean([site.density for site in proof.report.sites]))
+
+
+def translations(task: Translation, run: pathlib.Path, split: str) -> list[dict[str, str]]:
+  """Returns the sentences of a split, their references and what a run makes of them."""
+  folder = run / f"said_{split}"
+  _call(
+    "infer",
+    *_flags(
+      task, ["gin_configs/runs/local_infer.gin"], CHECKPOINT_PATH=str(run),
+      INFER_OUTPUT_DIR=str(folder), EVAL_SPLIT=split,
+    ),
+  )  # fmt: skip
+  (path,) = folder.glob("*-predict.jsonl-*")
+  lines = [json.loads(line) for line in path.read_text("utf8").splitlines()]
+  return [
+    {
+      "english": line["inputs"]["inputs_pretokenized"].partition(": ")[2],
+      "german": line["inputs"]["targets_pretokenized"],
+      "said": line["prediction"],
+    }
+    for line in lines
+  ]
+
+
+def bleu(said: list[dict[str, str]]) -> float:
+  """Returns BLEU, as the tasks nm_wmt* have it."""
+  return metrics.bleu([x["german"] for x in said], [x["said"] for x in said])["bleu"]
+
+
+# The wide network, and dense ones with its inference FLOPs at 1:8 and at 1:16 within 2 %, those of
+# the vocabulary among them.
+TRANSLATION = {
+  name: Translation(width=width, heads=heads)
+  for name, width, heads in (
+    ("debian_ende", 128, 4),
+    ("debian_ende_1_8", 69, 3),
+    ("debian_ende_1_16", 64, 4),
+  )
+}
+TRANSLATION |= {
+  f"{name}_tuning": dataclasses.replace(task, split="validation")
+  for name, task in TRANSLATION.items()
+}
