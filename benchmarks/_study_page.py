@@ -31,6 +31,7 @@ TASKS = {
 WORDS = ("cmudict", "1000")  # task and budget of the words that are held out
 PATTERNS = ("1:8", "1:16")
 RATES = (1e-3, 4e-3)  # of tuning
+AGAIN = ", tuned again on words"
 BASE = "sr_ste, 10 % dense"
 LINEAR = "mdgf_linear, masked, 50 % fine-tuning"
 EXPONENTIAL = "mdgf_exponential, masked"
@@ -209,21 +210,24 @@ def tuning(study: Study) -> list[str]:
   return table(("recipe", gain, "best rate", "best lambda", "then over `sr_ste` (H3)"), lines)
 
 
-def begun(study: Study) -> list[str]:
-  """Returns the best run so far of each row that is being tuned on words."""
+def tuned_on_words(study: Study) -> list[str]:
+  """Returns the best run so far of each row that is tuned on words."""
   lines = []
   for name, tried in study.tried.items():
     done = [cell for cell in tried if study.runs(cell)[0] in study.records]
-    if not name.endswith("on words") or not done:
+    if not name.endswith(AGAIN) or not done:
       continue
     best = min(done, key=lambda cell: tuning_losses(study, cell)[0])
     row = tried[best]
     lam = "" if row.lam is None else f", lambda {row.lam:g}"
+    finetune = f", {row.finetune} % fine-tuning" if row.gradient else ""
+    dense = f", {row.dense} % dense" if row.sparse else ""
     lines.append([
-      name, f"{len(done)} of {len(tried)}", f"{100 * tuning_losses(study, best)[0]:.1f}",
-      f"rate {row.rate:g}{lam}, {row.dense} % dense",
+      name.removesuffix(AGAIN), f"{len(done)} of {len(tried)}",
+      f"{100 * tuning_losses(study, best)[0]:.1f}", f"rate {row.rate:g}{lam}{dense}{finetune}",
     ])  # fmt: skip
-  return table(("row", "settings tried", "wrong phonemes of the best, %", "it has"), lines)
+  head = ("row at 1:16", "settings tried", "wrong phonemes of the best, %", "it has")
+  return table(head, sorted(lines, key=lambda line: float(line[2])))
 
 
 def verdict_lines(verdicts: Sequence[Verdict]) -> list[str]:
@@ -340,7 +344,7 @@ def pages(study: Study) -> dict[str, dict[str, list[str]]]:
   results = {
     "choice": choice(study),
     "best": readme(study),
-    "begun": begun(study),
+    "tuned": tuned_on_words(study),
     "packed": packed_weights(),
     "claims": claims(verdicts),
   }

@@ -1,32 +1,33 @@
-"""English to German from packages of Debian: sentence pairs, a vocabulary, a seqio task.
+"""English to German from packages of Debian: sentence pairs, a vocabulary, two seqio tasks.
 
     python benchmarks/debian_ende.py     fetches 11 MB; once on a machine
-    debian_ende.register()               a task beside nm_wmt17_ende; a gin file can call it
+    debian_ende.register()               tasks beside nm_wmt17_ende; debian_ende.gin calls it
 
-    packages -> help pages, dictionary -> pairs -> [split] -> SPLIT.en, SPLIT.de -> vocabulary, task
+    packages -> pages, entries -> pairs -> [split] -> SOURCE-SPLIT.{en,de} -> vocabulary, tasks
 
 The help of LibreOffice (MPL-2.0) has the same ids of paragraphs in both languages. The dictionary
 of TU Chemnitz (GPL-2+) has an entry a line. Whole pages are held out, since sentences of one page
-are alike, and whole entries. English that training has word for word is in no
-other split.
+are alike, and whole entries. English that training has word for word is in no other split.
 """
 
 from __future__ import annotations
 
 import hashlib
 import html
+import itertools
 import pathlib
 import re
 import subprocess
 import tempfile
 from collections.abc import Iterator
 
-NAME = "nm_debian_ende"
+TASKS = {"help": "nm_debian_help", "dictionary": "nm_debian_dictionary"}  # of each source
 PACKAGES = "trans-de-en libreoffice-help-de libreoffice-help-en-us"
-SPLITS = ("train", "validation", "test", "dictionary")  # the second and third: of the help
-SHA256 = "baf3c17b2ecb5147853ed8a1cbca569a26e2039a8fcf3e15f516d4480372e198"  # of all files of pairs
+SPLITS = ("train", "validation", "test")
+SHA256 = "0f05e9de2bf896325eeb0b46738cf5477ce9ef0c610558edef96f148c58a6895"  # of all files of pairs
 FOLDER = pathlib.Path.home() / ".cache/nm-sparsity/debian_ende"
 VOCABULARY = FOLDER / "vocabulary.model"
+LONGEST = 20  # words of a sentence: what a small network learns to translate in half an hour
 PIECES = 2048  # of the vocabulary; 4096 would be half of the work of a small network
 
 # A text that differs by system or module has one hidden span a case; the usual one has no class.
@@ -66,22 +67,27 @@ def of_dictionary(path: pathlib.Path) -> Iterator[tuple[str, str, str]]:
         yield line, english, german
 
 
-def split(folder: pathlib.Path) -> dict[str, list[tuple[str, str]]]:
-  """Returns split -> its pairs, in the order of their hashes."""
+Pairs = dict[tuple[str, str], list[tuple[str, str]]]  # (source, split) -> English, German
+
+
+def split(folder: pathlib.Path) -> Pairs:
+  """Returns the pairs of each source and split, in the order of their hashes."""
   order = lambda texts: hashlib.sha256("\t".join(texts).encode()).digest()
-  found = {name: set() for name in SPLITS}
-  for held, triples in (
-    (SPLITS[1:3], of_help(folder / "usr/share/libreoffice/help")),
-    (SPLITS[3:], of_dictionary(folder / "usr/share/trans/de-en")),
+  found = {(source, name): set() for source in TASKS for name in SPLITS}
+  for source, triples in (
+    ("help", of_help(folder / "usr/share/libreoffice/help")),
+    ("dictionary", of_dictionary(folder / "usr/share/trans/de-en")),
   ):
     for document, *pair in triples:
-      if all(3 <= len(text.split()) <= 50 for text in pair) and pair[0] != pair[1]:
+      if all(3 <= len(text.split()) <= LONGEST for text in pair) and pair[0] != pair[1]:
         bucket = order([document])[0] % 16  # a sixteenth of the documents for each
-        found[held[bucket] if bucket < len(held) else "train"].add(tuple(pair))
-  known = {english for english, _ in found["train"]}
-  for name in SPLITS[1:]:
-    found[name] = {pair for pair in found[name] if pair[0] not in known}
-  return {name: sorted(pairs, key=order) for name, pairs in found.items()}
+        held = {0: "validation", 1: "test"}.get(bucket, "train")
+        found[source, held].add(tuple(pair))
+  known = {english for source in TASKS for english, _ in found[source, "train"]}
+  for (source, name), pairs in found.items():
+    if name != "train":
+      found[source, name] = {pair for pair in pairs if pair[0] not in known}
+  return {key: sorted(pairs, key=order) for key, pairs in found.items()}
 
 
 def prepare() -> None:
@@ -106,11 +112,11 @@ def prepare() -> None:
   write(files)
 
 
-def texts(pairs: dict[str, list[tuple[str, str]]]) -> dict[str, bytes]:
+def texts(pairs: Pairs) -> dict[str, bytes]:
   """Returns the name of each file -> what is in it, a sentence a line."""
   return {
-    f"{name}.{language}": "".join(f"{pair[i]}\n" for pair in found).encode()
-    for name, found in pairs.items()
+    f"{source}-{name}.{language}": "".join(f"{pair[i]}\n" for pair in found).encode()
+    for (source, name), found in pairs.items()
     for i, language in enumerate(("en", "de"))
   }
 
@@ -122,17 +128,20 @@ def write(files: dict[str, bytes]) -> None:
   FOLDER.mkdir(parents=True, exist_ok=True)
   for name, data in files.items():
     (FOLDER / name).write_bytes(data)
-  lines = (files["train.en"] + files["train.de"]).decode().splitlines()
+  read = [data.decode().splitlines() for name, data in files.items() if "-train." in name]
   sentencepiece.SentencePieceTrainer.train(
-    sentence_iterator=iter(lines),
+    sentence_iterator=itertools.chain(*read),
     model_prefix=str(VOCABULARY.with_suffix("")), vocab_size=PIECES, model_type="bpe",
     num_threads=1, character_coverage=1.0, pad_id=0, eos_id=1, unk_id=2, bos_id=-1, minloglevel=2,
     normalization_rule_name="identity",
   )  # fmt: skip
 
 
-def register() -> str:
-  """Registers nm_debian_ende, with the text format and BLEU of WMT, and returns its name."""
+def register() -> dict[str, int]:
+  """Registers the tasks of both sources, with the text format and BLEU of WMT; returns their rates.
+
+  Three of four pairs are of the help: its sentences are what a network is scored on.
+  """
   import seqio
 
   from t5x_tasks import metrics, sources, wmt
@@ -141,9 +150,11 @@ def register() -> str:
   if not VOCABULARY.exists():
     prepare()
   vocabulary = seqio.SentencePieceVocabulary(str(VOCABULARY))
-  source = sources.Parallel(FOLDER, {name: name for name in SPLITS}, wmt.LANGUAGES)
-  add_task(NAME, source, vocabulary, wmt.text_format, None, [metrics.bleu])
-  return NAME
+  for origin, task in TASKS.items():
+    stems = {name: f"{origin}-{name}" for name in SPLITS}
+    source = sources.Parallel(FOLDER, stems, wmt.LANGUAGES)
+    add_task(task, source, vocabulary, wmt.text_format, None, [metrics.bleu])
+  return {TASKS["help"]: 3, TASKS["dictionary"]: 1}
 
 
 if __name__ == "__main__":

@@ -45,16 +45,14 @@ def test_a_text_is_what_a_reader_sees(tmp_path):
 
 def test_pages_and_entries_are_held_out_whole(packages):
   found = debian.split(packages)
-  numbers = lambda word: [
-    {english.split()[-1] for english, _ in pairs if word in english} for pairs in found.values()
-  ]
-  pages, entries = numbers("page is"), numbers("house")  # an entry has two pairs of one number
-  for held in (pages, entries):
-    assert len(set.union(*held)) == sum(map(len, held)) == 200
-  assert all(pages[:3]) and not pages[3] and entries[3] and not entries[1] | entries[2]
+  for source, word in (("help", "page is"), ("dictionary", "house")):
+    pairs = [found[source, name] for name in debian.SPLITS]
+    # An entry has two pairs of one number.
+    held = [{english.split()[-1] for english, _ in part if word in english} for part in pairs]
+    assert all(held) and len(set.union(*held)) == sum(map(len, held)) == 200
   # What all pages say is trained on, and nowhere else.
   everywhere = ("The page ends", "The Seite ends")
-  assert [name for name, pairs in found.items() if everywhere in pairs] == ["train"]
+  assert [key for key, pairs in found.items() if everywhere in pairs] == [("help", "train")]
 
 
 def test_without_apt_one_sentence_says_what_to_do(monkeypatch, tmp_path):
@@ -88,5 +86,6 @@ def test_a_run_trains_from_one_start_proves_its_pattern_and_translates(packages,
 
 def scored_pairs(folder):
   """The lines of the split on which a run is scored."""
-  english, german = ((folder / f"test.{x}").read_text("utf8").splitlines() for x in ("en", "de"))
+  files = (folder / f"help-test.{language}" for language in ("en", "de"))
+  english, german = (file.read_text("utf8").splitlines() for file in files)
   return ["\t".join(pair) for pair in zip(english, german, strict=True)]
