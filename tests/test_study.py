@@ -71,10 +71,11 @@ def test_words_are_tuned_first_no_control_less_and_on_seeds_of_their_own():
   for i, run in enumerate(study.queue):
     first.setdefault(run.row, i)
   tuned = {row: cells for row, cells in study.tried.items() if row.endswith("again on words")}
-  assert len(tuned) == 10
+  assert len(tuned) == 11
   for row, cells in tuned.items():
     assert len(cells) == (6 if all(found.sparse for found in cells.values()) else 3)
-    assert max(first[cell.row] for cell in cells) < first[row]
+    last = max(first[cell.row] for cell in cells)
+    assert last < first.get(row, len(study.queue))  # not every row is tested
   seeds = {True: set(), False: set()}
   for run in study.queue:
     seeds[", tuning" in run.row].add(run.seed)
