@@ -103,8 +103,12 @@ def _quicker(call, args, kwargs, context):
 
   Rows of the embedding are looked up, where the library multiplies by a one-hot matrix.
   """
-  if isinstance(context.module, Embed) and context.method_name == "__call__":
-    return call(args[0], gather=True)
+  if isinstance(context.module, Embed):
+    if context.method_name == "__call__":
+      return call(args[0], gather=True)
+    if context.method_name == "attend":
+      (x,) = args
+      return call(x.reshape(-1, x.shape[-1])).reshape(*x.shape[:-1], -1)
   return flat(call, args, kwargs, context)
 
 
