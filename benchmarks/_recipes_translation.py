@@ -8,13 +8,16 @@ trained when a run first asks for it. A seed draws the order of the pairs.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import fcntl
 import functools
 import json
+import math
 import pathlib
 import tempfile
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import debian_ende
@@ -30,7 +33,7 @@ from nm_sparsity_jax import cli
 from nm_sparsity_jax.analysis import run_folder
 from nm_sparsity_jax.models.t5 import T5Config, Transformer
 from nm_sparsity_jax.models.t5.layers import Embed
-from nm_sparsity_jax.runs import verify_checkpoint
+from nm_sparsity_jax.runs import folders, verify_checkpoint
 from t5x_tasks import metrics
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -38,7 +41,11 @@ INPUTS, TARGETS = 96, 64  # as in debian_ende.gin
 START = {"steps": 6000, "rate": 4e-3}
 SAMPLES = 3  # translations that a record keeps
 HELP, DICTIONARY = debian_ende.TASKS.values()
-PACKAGES = ("seqio", "sacrebleu", "sentencepiece")
+# A run that diverges scores as one that guesses.
+GUESS = {
+  "diverged": True, "accuracy": 1 / debian_ende.PIECES,
+  "cross_entropy": math.log(debian_ende.PIECES), "bleu": 0.0, "bleu_dictionary": 0.0,
+}  # fmt: skip
 
 
 class Translator(nn.Module):
@@ -67,6 +74,7 @@ class Translation(Task):
   places: tuple[str, ...] = ("ff", "qkv", "o")
   examples: int = 16
   rate: float = 2e-3
+  packages: tuple[str, ...] = ("seqio", "sacrebleu", "sentencepiece")
 
   @functools.cached_property
   def sizes(self) -> dict[str, int]:
@@ -113,13 +121,14 @@ def _quicker(call, args, kwargs, context):
 
 
 def _call(*argv: str) -> None:
-  """Calls `nm-sparsity`."""
+  """Calls `nm-sparsity`; its errors are raised, not printed."""
+  _, command, args = cli.parse(argv)
   with nn.intercept_methods(_quicker):
-    if code := cli.main(list(argv)):
-      raise RuntimeError(f"nm-sparsity {' '.join(argv)} ended with {code}")
+    command.run(args)
 
 
 def _train(task: Translation, run_file: str, folder: pathlib.Path, steps: int, **macros) -> None:
+  """Trains a run to its end, or to that of what a killed process left."""
   files = ["gin_configs/runs/local_adamw.gin", f"gin_configs/runs/{run_file}"]
   settings = {
     "MODEL_DIR": str(folder), "SPARSE_STEPS": steps, "WARMUP_STEPS": steps // 10,
@@ -127,14 +136,26 @@ def _train(task: Translation, run_file: str, folder: pathlib.Path, steps: int, *
     "KEEP_CHECKPOINTS": 1,
   }  # fmt: skip
   _call("train", *_flags(task, files, **settings, **macros))
+  began = START["steps"] if "INITIAL_CHECKPOINT_PATH" in macros else 0
+  if folders.steps(folder)[-1] < began + steps:
+    raise SystemExit(f"{folder} was stopped by a signal")
+
+
+@contextlib.contextmanager
+def _alone(name: str) -> Iterator[None]:
+  """Holds a lock: another worker would write the same files."""
+  debian_ende.FOLDER.mkdir(parents=True, exist_ok=True)
+  with open(debian_ende.FOLDER / f"{name}.lock", "w") as lock:
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    yield
 
 
 def start_of(task: Translation) -> pathlib.Path:
   """Returns the folder of the dense start of a width; trains it, or waits for who does."""
+  with _alone("pairs"):
+    debian_ende.register()
   folder = debian_ende.FOLDER / f"start_{task.width}"
-  folder.mkdir(parents=True, exist_ok=True)
-  with open(f"{folder}.lock", "w") as lock:
-    fcntl.flock(lock, fcntl.LOCK_EX)
+  with _alone(folder.name):
     # A run that is done, trained again, ends at once.
     _train(
       dataclasses.replace(task, split="validation"), "local_train.gin", folder, START["steps"],
@@ -156,6 +177,8 @@ def train(task_name: str, row, pattern: str, steps: int, seed: int) -> dict[str,
   start = start_of(task)
   began = time.process_time()
   settings: dict[str, Any] = {"RECIPE": row.recipe, "LEARNING_RATE": row.rate or task.rate}
+  if row.constant:
+    settings["LEARNING_RATE_FACTORS"] = "constant * linear_warmup"
   if row.sparse:
     fields = {"lam": row.lam, "decoupled": row.decoupled or None}
     settings |= {
@@ -165,25 +188,38 @@ def train(task_name: str, row, pattern: str, steps: int, seed: int) -> dict[str,
     }  # fmt: skip
   with tempfile.TemporaryDirectory() as home:
     folder = pathlib.Path(home) / "run"
-    _train(
-      task, "local_finetune.gin", folder, steps, INITIAL_CHECKPOINT_PATH=str(start),
-      RANDOM_SEED=seed, DATA_SEED=seed, **settings,
-    )  # fmt: skip
-    said = translations(task, folder)
-    (run,) = run_folder.read([folder])
-    return {
-      "steps": steps,
-      **_scores(folder),
-      "bleu": bleu(said[HELP]),
-      "bleu_dictionary": bleu(said[DICTIONARY]),
-      "samples": said[HELP][:SAMPLES],
-      "density": density(folder) if row.sparse else 1.0,
-      "flops": training_flops(task, row, pattern, steps),
-      "curve": {"step": [*run.curves["train/loss"]], "loss": [*run.curves["train/loss"].values()]},
-      "versions": versions(PACKAGES),
-      "seconds": round(time.process_time() - began, 1),
-      "start": START | _scores(start),
-    }
+    try:
+      _train(
+        task, "local_finetune.gin", folder, steps, INITIAL_CHECKPOINT_PATH=str(start),
+        RANDOM_SEED=seed, DATA_SEED=seed, **settings,
+      )  # fmt: skip
+      found = _found(task, row, folder)
+    except ValueError as e:
+      if "not finite" not in str(e):
+        raise
+      found = GUESS
+  return {
+    "steps": steps,
+    **found,
+    "flops": training_flops(task, row, pattern, steps),
+    "versions": versions(task.packages),
+    "seconds": round(time.process_time() - began, 1),
+    "start": START | _scores(start),
+  }
+
+
+def _found(task: Translation, row, folder: pathlib.Path) -> dict[str, Any]:
+  """Returns what a trained run says and how good that is."""
+  said = translations(task, folder)
+  (run,) = run_folder.read([folder])
+  return {
+    **_scores(folder),
+    "bleu": bleu(said[HELP]),
+    "bleu_dictionary": bleu(said[DICTIONARY]),
+    "samples": said[HELP][:SAMPLES],
+    "density": density(folder) if row.sparse else 1.0,
+    "curve": {"step": [*run.curves["train/loss"]], "loss": [*run.curves["train/loss"].values()]},
+  }
 
 
 def density(run: pathlib.Path) -> float:

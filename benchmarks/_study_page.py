@@ -237,8 +237,8 @@ def tuned_on_words(study: Study) -> list[str]:
 
 def readme_tuned(study: Study) -> list[str]:
   """Returns README's line of what tuning has found so far."""
-  found = [f"`{row}` {wrong} %" for row, _, wrong, _ in _best_of_tuning(study)]
-  return [f"- **1:16, each at the best rate and setting so far, one seed:** {', '.join(found)}."]
+  found = [f"`{row}` {wrong} % ({tried})" for row, tried, wrong, _ in _best_of_tuning(study)]
+  return [f"- **1:16, the best of the settings tried so far, one seed:** {', '.join(found)}."]
 
 
 def verdict_lines(verdicts: Sequence[Verdict]) -> list[str]:

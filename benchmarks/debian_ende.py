@@ -25,10 +25,11 @@ TASKS = {"help": "nm_debian_help", "dictionary": "nm_debian_dictionary"}  # of e
 PACKAGES = "trans-de-en libreoffice-help-de libreoffice-help-en-us"
 SPLITS = ("train", "validation", "test")
 SHA256 = "0f05e9de2bf896325eeb0b46738cf5477ce9ef0c610558edef96f148c58a6895"  # of all files of pairs
-FOLDER = pathlib.Path.home() / ".cache/nm-sparsity/debian_ende"
+# Other pairs have another folder, and so do the networks that were trained on them.
+FOLDER = pathlib.Path.home() / f".cache/nm-sparsity/debian_ende_{SHA256[:8]}"
 VOCABULARY = FOLDER / "vocabulary.model"
-LONGEST = 20  # words of a sentence: what a small network learns to translate in half an hour
-PIECES = 2048  # of the vocabulary; 4096 would be half of the work of a small network
+LONGEST = 20  # words of a sentence; a small network learns little of longer ones
+PIECES = 2048  # of the vocabulary; logits of 4096 would cost a small network as much as its layers
 
 # A text that differs by system or module has one hidden span a case; the usual one has no class.
 _CASE = re.compile(

@@ -11,8 +11,9 @@
 A budget is a number of steps, or "1600 flops": the steps that cost what 1600 dense ones do. `dense`
 and `no_ff` (no feed-forward layers) show how much there is to win.
 
-A run depends on its line alone: it has one thread, so the same bits on any number of cores. A
-killed one is done again. Stop and start at will; workers may write to one file.
+A run depends on its line alone, one of translation also on its dense start. It has one thread, so
+the same bits on any number of cores. A killed one is done again. Stop and start at will; workers
+may write to one file.
 """
 
 from __future__ import annotations

@@ -2,6 +2,10 @@
 
 import importlib
 
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 from study_records import ROOT
 
@@ -63,11 +67,28 @@ def test_without_apt_one_sentence_says_what_to_do(monkeypatch, tmp_path):
     debian.prepare()
 
 
-@pytest.mark.slow
-def test_a_run_trains_from_one_start_proves_its_pattern_and_translates(packages, monkeypatch):
+@pytest.fixture
+def translation():
   for name in ("seqio", "sacrebleu", "sentencepiece"):
     pytest.importorskip(name)
-  translation = importlib.import_module("_recipes_translation")
+  return importlib.import_module("_recipes_translation")
+
+
+def test_what_is_quicker_changes_no_more_than_rounding_does(translation):
+  network = translation.Translation(width=8, heads=2).network(ff=True)
+  rows = jax.random.randint(jax.random.key(0), (2, 160), 0, debian.PIECES)
+  params = network.init(jax.random.key(1), rows)["params"]
+  loss = lambda params: jnp.square(network.apply({"params": params}, rows)).mean()
+  plain = jax.value_and_grad(loss)(params)
+  with nn.intercept_methods(translation._quicker):
+    quicker = jax.value_and_grad(loss)(params)
+  jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-6), plain, quicker)
+
+
+@pytest.mark.slow
+def test_a_run_trains_from_one_start_proves_its_pattern_and_translates(
+  packages, translation, monkeypatch
+):
   monkeypatch.setattr(debian, "FOLDER", packages)
   monkeypatch.setattr(debian, "VOCABULARY", packages / "vocabulary.model")
   monkeypatch.setattr(debian, "PIECES", 60)
@@ -82,6 +103,10 @@ def test_a_run_trains_from_one_start_proves_its_pattern_and_translates(packages,
   (first, *_) = one["samples"]
   assert f"{first['english']}\t{first['german']}" in scored_pairs(packages)
   assert 0 <= one["bleu"] < 100 and 0 <= one["bleu_dictionary"] < 100
+  dense = translation.train("debian_ende_1_16", Row("dense"), "-", 4, 1)
+  assert dense["density"] == 1 and dense["start"] == one["start"]
+  lost = translation.train("debian_ende_1_16", Row("dense", rate=1e30), "-", 4, 1)
+  assert lost["diverged"] and lost["bleu"] == 0
 
 
 def scored_pairs(folder):

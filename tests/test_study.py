@@ -65,13 +65,13 @@ def test_a_hypothesis_that_lacks_a_run_decides_nothing():
   assert found.word == "not run yet" and not found.shown
 
 
-def test_words_are_tuned_first_no_control_less_and_on_seeds_of_their_own():
+def test_words_are_tuned_first_by_as_many_settings_and_on_seeds_of_their_own():
   study = _study.study()
   first = {}
   for i, run in enumerate(study.queue):
     first.setdefault(run.row, i)
   tuned = {row: cells for row, cells in study.tried.items() if row.endswith("again on words")}
-  assert len(tuned) == 11
+  assert len(tuned) == 12
   for row, cells in tuned.items():
     assert len(cells) == (6 if all(found.sparse for found in cells.values()) else 3)
     last = max(first[cell.row] for cell in cells)
