@@ -73,7 +73,7 @@ def test_words_are_tuned_first_by_as_many_settings_and_on_seeds_of_their_own():
   tuned = {row: cells for row, cells in study.tried.items() if row.endswith("again on words")}
   assert len(tuned) == 12
   for row, cells in tuned.items():
-    assert len(cells) == (6 if all(found.sparse for found in cells.values()) else 3)
+    assert len(cells) == (6 if all(found.sparse for found in cells.values()) else 5)
     last = max(first[cell.row] for cell in cells)
     assert last < first.get(row, len(study.queue))  # not every row is tested
   seeds = {True: set(), False: set()}
