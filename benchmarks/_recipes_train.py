@@ -173,7 +173,7 @@ def train(
     "accuracy": float(accuracy),
     "cross_entropy": float(loss),
     **task.further(task.network(row.ff), final, data),
-    "density": density(final, row, pattern, run.rules),
+    "density": kept(nms.verify(final, run.rules)) if row.sparse else 1.0,
     "flops": training_flops(task, row, pattern, steps),
     "curve": {name: [_short(point[name]) for point in curve] for name in curve[0]},
     "versions": versions(task.packages),
@@ -188,14 +188,11 @@ def versions(packages) -> dict[str, str]:
   return {"python": platform.python_version()} | found | {"nm-sparsity-jax": nms.__version__}
 
 
-def density(final, row, pattern: str, rules: nms.Rules) -> float:
-  """Returns the share of weights that sparse places keep, after a proof of their pattern."""
-  if not row.sparse:
-    return 1.0
-  proof = nms.verify(final, rules)
-  if not proof.ok:
-    raise AssertionError(f"{row} at {pattern} is not what it should be:\n{proof}")
-  return float(np.mean([p.density for p in proof.sites]))
+def kept(report) -> float:
+  """Returns the mean density of the sparse places of a proof, which must hold."""
+  if not report.ok:
+    raise AssertionError(f"weights are not what they should be:\n{report}")
+  return float(np.mean([place.density for place in report.sites]))
 
 
 def _short(x) -> float | int | None:
