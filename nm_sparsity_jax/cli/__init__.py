@@ -32,7 +32,7 @@ COMMANDS = {
   "plan": "show what a run would do, and what is wrong, before it starts",
   "verify": "prove, group by group, that a checkpoint is n:m",
   "finalize": "write a checkpoint with exact zeros, and prove it",
-  "export": "write a checkpoint for timm, Hugging Face or Core ML, and prove it",
+  "export": "write a checkpoint for timm or Hugging Face, and prove it",
   "convert": "make a checkpoint for T5X of a folder of Hugging Face's T5",
   "pack": "write a checkpoint without its zeros, and say what that saves",
   "bench": "measure packed weights against dense ones: per layer and end to end",

@@ -198,7 +198,7 @@ def notes(report: Mapping[str, Any]) -> list[str]:
     at_target = " at the target pattern" * any(row["places"] for row in report["runs"])
     checkpoint = f"the best one{at_target}, which is optimistic"
   remarks = [f"{row['run']}: {remark}." for row in report["runs"] for remark in row["remarks"]]
-  return [f"Behind a value stands its step. Checkpoint: {checkpoint}.", *remarks]
+  return [f"The number after @ is the step. Checkpoint: {checkpoint}.", *remarks]
 
 
 def render(report: Mapping[str, Any]) -> str:

@@ -77,7 +77,7 @@ class Indexed(images.Source):
   def __post_init__(self):
     self._augment = None
     if self.rand_augment is not None:
-      from nm_sparsity_jax.trainer.images import rand_augment  # Pillow, of the extra `vision`
+      from nm_sparsity_jax.trainer.images import rand_augment  # Pillow, of the extra `local`
 
       self._augment = rand_augment.parse(self.rand_augment)
 
