@@ -1,5 +1,6 @@
 """Checkpoints in files of timm, Hugging Face and without zeros: written, proven, read, started."""
 
+import dataclasses
 import functools
 import pathlib
 
@@ -189,7 +190,10 @@ def test_a_resnet_is_packed_with_its_state(tmp_path, command):
   assert assert_holds(file, variables)[1] == 1
   assert report["packed"].keys() == {"fc/kernel"}
   assert "(in, out)" in report["dense"]["layer1_0/conv1/kernel"]
-  # What it was made of can be made of it again.
+  # What it was made of can be made of it again, also with the file among its checkpoints.
+  file.rename(tmp_path / "run" / file.name)
+  assert run("verify", tmp_path / "run", "--rules", rules) == 0
+  (tmp_path / "run" / file.name).rename(file)
   nms.runs.finalize(file, tmp_path / "again")
   assert run("verify", file) == run("verify", tmp_path / "again") == 0
 
@@ -199,6 +203,8 @@ def test_rules_of_a_stack_become_those_of_its_layers(tmp_path):
   stack = r"encoder/encoder/mlp/w[io]\w*/kernel"
   places = {stack: "1:4", "decoder/logits_dense/kernel": "1:2"}
   rules = rules_of(places, axes={stack: 0, "decoder/logits.*": 0})
+  places = rules.places | {"lora": rules.places[stack]}  # that other networks have
+  rules = dataclasses.replace(rules, places=places, optional=["lora"])
   variables = with_zeros({"params": t5.params_of("v1_1", scan_layers=True)}, rules)
   save(tmp_path, variables, None)
   file = tmp_path / "model.safetensors"

@@ -126,12 +126,14 @@ def test_of_two_writers_the_second_replaces_nothing_that_was_to_be_kept(tmp_path
 def test_what_a_killed_process_left_goes_and_what_a_living_one_writes_stays(tmp_path):
   child = subprocess.Popen([sys.executable, "-c", ""])
   child.wait()
-  left, kept = (tmp_path / f".a.{pid}" for pid in (child.pid, os.getppid()))
+  left, kept = (tmp_path / f".a.{pid}.unfinished" for pid in (child.pid, os.getppid()))
+  backup = tmp_path / ".a.20241129"  # of a user
   left.mkdir()
-  kept.write_text("theirs")
+  for path in (kept, backup):
+    path.write_text("theirs")
   with whole(tmp_path / "a") as unfinished:
     unfinished.write_text("mine")
-  assert sorted(path.name for path in tmp_path.iterdir()) == sorted([kept.name, "a"])
+  assert sorted(path.name for path in tmp_path.iterdir()) == sorted([kept.name, backup.name, "a"])
 
 
 @pytest.mark.parametrize(

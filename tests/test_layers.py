@@ -149,6 +149,9 @@ def test_a_layer_without_what_it_needs_says_so():
   filled = layers.with_step(snips, 3, nms.init_state(snips["params"], snip.rules))
   assert_same(layers.with_step(filled, 3), filled)  # keeps the masks that it got earlier
   whole = layers.with_step(initialized("sr_ste")[1], 9)
+  dense = nms.Rules({"kernel": nms.recipe("dense")})
+  nothing = layers.Dense(3, rules=dense).init(jax.random.key(0), EYE)
+  assert_same(layers.with_step(nothing, 9, rules=dense)["params"], nothing["params"])
   elsewhere = layers.Dense(3, rules=nms.Rules({"wi/kernel": SR_STE}))
   # A plain layer that the rules name, beside one that masks itself.
   beside = {**variables, "params": {**variables["params"], "wo": {"kernel": EYE}}}

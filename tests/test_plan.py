@@ -19,6 +19,7 @@ from nm_sparsity_jax import cli
 from nm_sparsity_jax.analysis import plan
 from nm_sparsity_jax.integrations import gin_files
 from nm_sparsity_jax.models.t5 import network
+from nm_sparsity_jax.trainer import train
 from nm_sparsity_jax.trainer.workloads.t5 import T5
 from nm_sparsity_jax.training import configure
 
@@ -190,6 +191,14 @@ def test_a_checkpoint_fits_or_does_not(run, tmp_path):
   _, report = run(f"--checkpoint={path}", **SETTINGS, raw=[f"{OURS}.mlp_dim = 64"])
   (error,) = report["errors"]
   assert "12 of another shape" in error and "(32, 48) there and (32, 64) here" in error
+
+
+def test_settings_are_compared_as_the_run_has_them(run, monkeypatch):
+  """This process has other devices than the run, and a run that resumes must have its settings."""
+  seen = []
+  monkeypatch.setattr(train, "check", lambda _, settings: seen.append(settings))
+  run(files=LOCAL, **SETTINGS, **TASK, NUM_PARTITIONS=3, LEARNING_RATE=0.1)
+  assert seen[0]["model"]["num_partitions"] == 3 and "learning_rate" in seen[0]
 
 
 # --- with T5X -----------------------------------------------------------------------------------

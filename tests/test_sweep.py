@@ -34,6 +34,7 @@ seeds = [0, 3]
 baseline = "sr_ste"
 [macros]
 SPARSE_STEPS = 4
+NUM_PARTITIONS = 3  # of a machine with more devices than this one
 [start]
 SPARSE_STEPS = 2
 LEARNING_RATE = 0.5
@@ -83,8 +84,9 @@ def test_the_grid_seed_by_seed_dense_once_a_seed(here):
   assert (run.start, run.seed, run.steps, run.start.steps) == (grid.runs[6], 3, 4, 2)
   seeds = {"RANDOM_SEED": 3, "DATA_SEED": 3}
   assert run.macros == seeds | {
-    "SPARSE_STEPS": 4, "INITIAL_CHECKPOINT_PATH": "out/start-seed3/checkpoint_2", "RECIPE": "idp",
-    "PATTERN": "1:8", "MODEL_DIR": "out/idp-1_8-seed3",
+    "SPARSE_STEPS": 4, "NUM_PARTITIONS": 3, "RECIPE": "idp",
+    "INITIAL_CHECKPOINT_PATH": "out/start-seed3/checkpoint_2", "PATTERN": "1:8",
+    "MODEL_DIR": "out/idp-1_8-seed3",
   }  # fmt: skip
   start = {
     "SPARSE_STEPS": 2,

@@ -10,8 +10,8 @@ A ViT, SwinV2 or ResNet becomes a file. timm loads it:
   nm-sparsity finalize runs/sparse runs/final
   nm-sparsity export runs/final model.safetensors
 
-A T5, of this package or of T5X, becomes a folder with model.safetensors and config.json; above 5 GB
-it has several files. transformers loads it: `T5ForConditionalGeneration.from_pretrained("model")`.
+A T5, of this package or of T5X, becomes a folder with model.safetensors and config.json.
+transformers loads it: `T5ForConditionalGeneration.from_pretrained("model")`.
 
   nm-sparsity export runs/final model
 

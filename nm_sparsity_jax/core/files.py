@@ -64,7 +64,7 @@ def whole(path: str | os.PathLike, replace: bool = False) -> Iterator[pathlib.Pa
     refuse_existing(path)
   made = pathlib.Path(os.path.abspath(path))
   # In the same folder: a rename between two disks is a copy, which can end half way.
-  unfinished = made.with_name(f".{made.name}.{os.getpid()}")
+  unfinished = made.with_name(f".{made.name}.{os.getpid()}.unfinished")
   try:
     made.parent.mkdir(parents=True, exist_ok=True)
     _remove_left(made)
@@ -82,10 +82,10 @@ def whole(path: str | os.PathLike, replace: bool = False) -> Iterator[pathlib.Pa
 
 def _remove_left(made: pathlib.Path) -> None:
   """Removes what processes that were killed left of a file or folder."""
-  for left in made.parent.glob(f".{glob.escape(made.name)}.[0-9]*"):
+  for left in made.parent.glob(f".{glob.escape(made.name)}.[0-9]*.unfinished"):
     try:
-      os.kill(int(left.suffix[1:]), 0)  # whether that process is alive
-    except (ProcessLookupError, ValueError):
+      os.kill(int(left.suffixes[-2][1:]), 0)  # whether that process is alive
+    except ProcessLookupError:
       _remove(left)
     except OSError:  # it is somebody else's
       pass

@@ -188,8 +188,7 @@ class _Walk:
       return [self._either(outs) for outs in zip(*found, strict=True)]
     if (inner := _inner(eqn)) is not None:
       if name == "shard_map":  # what it calls is the program of one device
-        manual = params.get("newly_manual_axes", params.get("manual_axes"))  # JAX 0.9: the second
-        trips *= math.prod(params["mesh"].shape[a] for a in manual)
+        trips *= math.prod(params["mesh"].shape[a] for a in params["newly_manual_axes"])
       return self.run(inner, known, trips, scope)
     # What has a jaxpr of other arguments, such as a Pallas kernel, goes on as any other primitive.
     if name in _EACH_ALONE:

@@ -24,6 +24,7 @@ from nm_sparsity_jax.core.packed import MOST, NMPacked, like, pack, unpack
 from nm_sparsity_jax.core.text import columns, printable
 from nm_sparsity_jax.core.trees import alike, flatten, map_with_names
 from nm_sparsity_jax.deploy.unstack_layers import unstacked as unstacked  # also named here
+from nm_sparsity_jax.models.swin import SwinConfig
 from nm_sparsity_jax.models.t5 import T5Config
 from nm_sparsity_jax.models.vit import ViTConfig
 from nm_sparsity_jax.training.rules import Rules
@@ -203,6 +204,8 @@ def rows_of(config: Any, batch: int, inputs: int = 1, beams: int = 1) -> Callabl
   >>> rows = rows_of(T5Config.preset("t5_1_1", "base"), batch=2, inputs=512, beams=4)
   >>> rows("encoder/layers_0/mlp/wo/kernel"), rows("decoder/layers_0/mlp/wo/kernel")
   (1024, 8)
+  >>> rows_of(SwinConfig(), batch=1)("layers_1/blocks_0/mlp/fc1/kernel")
+  1024
 
   Args:
     config: of the network.
@@ -214,6 +217,8 @@ def rows_of(config: Any, batch: int, inputs: int = 1, beams: int = 1) -> Callabl
   def rows(path: str) -> int:
     if isinstance(config, ViTConfig):
       return batch * (1 if path.startswith("head/") else config.tokens)
+    if isinstance(config, SwinConfig) and (stage := re.match(r"layers_(\d+)/", path)):
+      return batch * config.sides[int(stage[1])] ** 2
     if not isinstance(config, T5Config):
       return batch
     if path.startswith("encoder/"):

@@ -5,6 +5,7 @@ class -> [register] -> RECIPES -> recipe(name), settings, the text of rules in a
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any, TypeVar
 
 from nm_sparsity_jax.core.errors import choose
@@ -61,7 +62,7 @@ def recipe(
   """Makes a recipe by name. Fields that are None take the recipe's own default.
 
   So one set of settings (`beta=None, gradient=None`) fits every recipe. A field that the recipe
-  lacks and that is not None is a TypeError.
+  lacks and that is not None is an error.
 
   >>> recipe("mdgf_linear", pattern="1:8", phases=Phases(total=100), beta=None).pattern
   NM(n=1, m=8)
@@ -74,4 +75,8 @@ def recipe(
   """
   # None is how a gin file says that a macro is not set, so one file serves all recipes.
   given = {k: v for k, v in fields.items() if v is not None}
-  return choose(RECIPES, "recipe", name)(pattern=pattern, phases=phases, **given)
+  cls = choose(RECIPES, "recipe", name)
+  own = [field.name for field in dataclasses.fields(cls)]
+  if unknown := sorted(given.keys() - {*own}):
+    raise ValueError(f"{', '.join(unknown)}: no field of the recipe {name!r}, which has {own}.")
+  return cls(pattern=pattern, phases=phases, **given)

@@ -177,4 +177,4 @@ def _rules_of_layers(rules: Rules, shapes: Mapping[str, tuple[int, ...]]) -> Rul
     axes = {re.escape(k): site.axis for k, site in assigned.items() if layers[k] == [k]}
   if any(rules.match(layer) != at for path, at in matches.items() for layer in layers[path]):
     places = {re.escape(x): rules.places[at] for path, at in matches.items() for x in layers[path]}
-  return Rules(places, axes, rules.indivisible)
+  return Rules(places, axes, rules.indivisible, rules.optional)

@@ -44,12 +44,14 @@ def named(path: Any) -> Iterator[None]:
 
 
 def refuse_unwritable(macro: str, path: str) -> pathlib.Path:
-  """Returns the absolute path of a folder; refuses one that cannot be made or written into.
+  """Returns the absolute path of a local folder; refuses one that cannot be made or written into.
 
   Args:
     macro: what the path was given as, such as 'MODEL_DIR'.
     path: of a folder that need not be there.
   """
+  if not path.strip() or "://" in path:
+    raise ValueError(f"{macro}={path!r}: name a folder of this machine, such as 'run'.")
   folder = pathlib.Path(path).expanduser().absolute()
   there = next(parent for parent in (folder, *folder.parents) if parent.exists())
   if not there.is_dir() or not os.access(there, os.W_OK):

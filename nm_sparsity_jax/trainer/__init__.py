@@ -1,6 +1,6 @@
 """The local runner: trains and evaluates any workload on the devices of one host.
 
-    gin -> commands.train -> [train] -> batches, steps, checkpoints, evaluations -> MODEL_DIR
+    gin -> cli.train -> [train] -> batches, steps, checkpoints, evaluations -> MODEL_DIR
 
 Modules, each importing only those above it: `workloads`, `step`, `checkpoints`, `evaluation`,
 `run`, `writers`, `reports`, `train`. seqio and TensorFlow are imported inside functions.

@@ -79,15 +79,14 @@ def import_seqio(module: str | None = None) -> Any:
   return seqio
 
 
-def mixture(rates: Mapping[str, float], module: str | None = None, name: str = "mixture") -> str:
-  """Registers a mixture, and removes one of that name; returns its name, so that gin can call it.
+def mixture(rates: Mapping[str, float], module: str | None = None) -> str:
+  """Registers the mixture "mixture"; returns its name, so that gin can call it.
 
   Args:
     rates: task -> rate; 0 for a task that is only evaluated.
     module: imported first, to register the tasks.
-    name: of the mixture.
   """
-  seqio = import_seqio(module)
+  seqio, name = import_seqio(module), "mixture"
   seqio.MixtureRegistry.remove(name)  # gin calls this for each argument that names the mixture
   seqio.MixtureRegistry.add(name, [(task, float(rate)) for task, rate in rates.items()])
   return name

@@ -36,7 +36,7 @@ from nm_sparsity_jax.trainer.step import NORMS, Model, TrainState
 # Of `Run`, what its result does not depend on.
 NOT_IN_RESULT = (
   "model_dir", "evaluation", "eval_period", "checkpoint_period", "stats_period", "metrics_every",
-  "keep_checkpoints", "best_metric", "learning_rate", "tracker",
+  "keep_checkpoints", "best_metric", "tracker",
 )  # fmt: skip
 
 
@@ -66,18 +66,12 @@ def train(run: Run, settings: Mapping[str, Any] | None = None, config: str = "")
 
 def check(run: Run, settings: Mapping[str, Any]) -> pathlib.Path:
   """Refuses a run that cannot begin or go on, before anything is written; returns its folder."""
-  folder = _folder("MODEL_DIR", run.model_dir)
+  folder = files.refuse_unwritable("MODEL_DIR", run.model_dir)
   # What is refused cheaply is refused before data are read, Orbax starts or a folder is made.
   run.check()
   refuse_changed(folder, settings)
   run.check_data()
   return folder
-
-
-def _folder(macro: str, path: str) -> pathlib.Path:
-  if not path.strip() or "://" in path:
-    raise ValueError(f"{macro}={path!r}: name a folder of this machine, such as 'run'.")
-  return files.refuse_unwritable(macro, path)
 
 
 def settings_of(bound: Mapping[str, Any]) -> dict[str, Any]:
@@ -330,7 +324,7 @@ def _opened(
 
   The arguments are those of `evaluate`.
   """
-  folder = _folder("EVAL_OUTPUT_DIR or INFER_OUTPUT_DIR", output_dir)
+  folder = files.refuse_unwritable("EVAL_OUTPUT_DIR or INFER_OUTPUT_DIR", output_dir)
   # Its curves and config.gin would be written over. A new run has no checkpoint yet.
   if (folder / "run.json").exists() or run_folders.latest(folder) is not None:
     raise ValueError(f"{str(folder)!r} holds a run: take another folder.")

@@ -202,7 +202,8 @@ def with_step(
       value = jnp.stack([state["step"], *stamps])
     return jnp.broadcast_to(value, leaf.shape)
 
-  new = {COLLECTION: map_with_names(fill, variables[COLLECTION])}
+  # Dense rules make no collection.
+  new = {COLLECTION: map_with_names(fill, variables.get(COLLECTION, {}))}
   if state and "mask" in state:
     new[STATE_COLLECTION] = state["mask"]
   return flax.core.copy(variables, new)  # type: ignore
@@ -210,7 +211,7 @@ def with_step(
 
 def _check_layers(variables: Mapping[str, Any], rules: Rules) -> None:
   """Refuses a plain layer whose kernel the rules name: it would train dense and be pruned last."""
-  masked = {path.rpartition("/")[0] for path, _ in flatten(variables[COLLECTION])}
+  masked = {path.rpartition("/")[0] for path, _ in flatten(variables.get(COLLECTION, {}))}
   named = [path for path, _ in flatten(variables["params"]) if rules.sparse_recipe(path)]
   plain = [path for path in named if path.rpartition("/")[0] not in masked]
   if plain and rules.indivisible != "skip":  # which leaves some of them dense on purpose

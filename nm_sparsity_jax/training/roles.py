@@ -1,7 +1,7 @@
 """Roles of kernels: what 'ff', 'qkv' or 'decoder/cross/q' names in each family of models.
 
     'decoder/cross/qkv' -> [matcher] -> a test of whole parameter paths -> rules
-    parameter path      -> [role_of] -> its role                        -> plan, flops, scores
+    parameter path      -> [role_of] -> its role                        -> rules
     path, shapes        -> [axis_of] -> the axis that it is summed over -> rules
 
 The families are T5, flax's ViT and its attention, timm's (of the vision models here),

@@ -249,7 +249,7 @@ class Rules:
     return None if isinstance(recipe, Dense) else recipe
 
   def site(self, path: str, shape: Sequence[int], axis: masks.Axis) -> Site | str | None:
-    """Returns the `Site` of one parameter, why it is skipped, or None where no rule names it.
+    """Returns the `Site` of one parameter, why it is skipped, or None where it is dense.
 
     Args:
       path: '/'-joined path.

@@ -108,7 +108,7 @@ class Assignment:
   Attributes:
     sites: path -> Site, the sparse parameters.
     skipped: path -> why a rule did not apply ('skip' policy).
-    dense: paths that no rule names.
+    dense: paths that no rule makes sparse.
   """
 
   sites: Mapping[str, Site]

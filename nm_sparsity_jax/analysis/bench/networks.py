@@ -19,6 +19,7 @@ from nm_sparsity_jax.deploy import inference_tree
 from nm_sparsity_jax.models.t5 import T5Config
 from nm_sparsity_jax.trainer.workloads import decoding, vision
 
+_TOKENS = 16  # that a T5 decodes
 _NEVER = -1  # no token ends a row
 
 
@@ -29,7 +30,6 @@ def bench(
   state: Any = None,
   batch: int = 1,
   inputs: int = 64,
-  tokens: int = 16,
   turns: int = 9,
   title: str = "",
 ) -> Found:
@@ -44,7 +44,6 @@ def bench(
     state: collections next to the parameters, such as {'batch_stats': ...}.
     batch: examples at once.
     inputs: tokens of an input of a T5.
-    tokens: that a T5 decodes.
     turns: of each call; figures are medians.
     title: what was looked at.
   """
@@ -53,7 +52,7 @@ def bench(
   packed = inference_tree.prepare(tree, rows_of)
   timings = [
     _measured(name, work, dense, packed, turns)
-    for name, work in _works(network, state or {}, batch, inputs, tokens).items()
+    for name, work in _works(network, state or {}, batch, inputs).items()
   ]
   return Found(title or type(network).__name__, timings, timing.threads(), turns)
 
@@ -83,9 +82,7 @@ def _memory(program: Any) -> int:
   return int(stats.argument_size_in_bytes + stats.temp_size_in_bytes + stats.output_size_in_bytes)
 
 
-def _works(
-  network: Any, state: Any, batch: int, inputs: int, tokens: int
-) -> dict[str, Callable[[Any], Any]]:
+def _works(network: Any, state: Any, batch: int, inputs: int) -> dict[str, Callable[[Any], Any]]:
   """Returns what a network computes at once: name -> a function of its parameters."""
   config: Any = getattr(network, "config", None)
   if isinstance(config, T5Config):
@@ -94,8 +91,8 @@ def _works(
     made = ["prepared", "cache"]
     # `start` runs the decoder for its shapes alone, and XLA leaves that out.
     read = lambda params: network.apply({"params": params}, ids, 1, mutable=made, method="start")[1]
-    decoded = lambda params: decoding.greedy(network, params, ids, tokens, eos_id=_NEVER)[0]
-    return {"the inputs": read, f"inputs and {tokens} tokens": decoded}
+    decoded = lambda params: decoding.greedy(network, params, ids, _TOKENS, eos_id=_NEVER)[0]
+    return {"the inputs": read, f"inputs and {_TOKENS} tokens": decoded}
   if hasattr(config, "image_size"):
     network = vision.Images(network, None)
   like = network.example().items()

@@ -27,6 +27,7 @@ class Plan:
     workload: what the run trains; of a network of T5X a `T5` without data.
     rules: what is sparse; the axes of scanned kernels are known.
     variables: what the workload's `init` returns, as shapes.
+    settings: arguments of `Run`, as bound.
     run: the `Run` of the local runner.
     model: the `Model` of the local runner, or T5X's.
     partitions: devices that share each weight.
@@ -40,6 +41,7 @@ class Plan:
   workload: Any = None
   rules: Rules | None = None
   variables: Mapping[str, Any] | None = None
+  settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
   run: Any = None
   model: Any = None
   partitions: int = 1
@@ -87,6 +89,7 @@ class Plan:
   def _local(self) -> None:
     """Makes the run of the local runner, or the model of its evaluation."""
     config = self.config
+    self.settings = config.settings("Run")  # as the run has them
     self.partitions = config.argument("num_partitions", "Model") or 1
     if self.partitions > 1:  # shapes do not depend on it
       self.notes.append("NUM_PARTITIONS is not checked: this command sees one CPU")

@@ -35,7 +35,7 @@ def check(plan: Plan) -> None:
   elif plan.run is not None:
     from nm_sparsity_jax.trainer import train
 
-    train.check(plan.run, train.settings_of(config.settings("Run")))
+    train.check(plan.run, train.settings_of(plan.settings))
   elif plan.model is not None:
     config.argument("evaluation")(plan.model)
 

@@ -38,7 +38,8 @@ def check(plan: Plan, name: str) -> dict[str, Any]:
   lower = _local if plan.config.local else _t5x
   part: dict[str, Any] = {"name": name, "chips": len(devices)}
   # The dense step has the same shapes and shardings, so the difference is sparsity's.
-  dense = Rules({key: recipe("dense") for key in plan.rules.places})
+  places = {key: recipe("dense") for key in plan.rules.places}
+  dense = Rules(places, optional=plan.rules.optional)
   for kind, rules in (("dense", dense), ("sparse", None)):
     try:
       part[kind] = compiled.account(lower(plan, devices, rules).compile())._asdict()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -40,8 +39,8 @@ def _cost(run: Run) -> flops.Cost:
   noted = (trained.started(run.path).get("workload") or {}).get("ops")
   if noted is not None:
     return flops.Cost(tuple(flops.Op(**op) for op in noted))
-  how = re.search(r"\bT5Config\.(preset|wmt)\.", run.gin)
-  bound = trained.bound(run.gin, how[0].rstrip(".") if how else "T5Config")
+  preset = "T5Config.preset" in run.gin
+  bound = trained.bound(run.gin, "T5Config.preset" if preset else "T5Config")
   lengths = run.settings.get("TASK_FEATURE_LENGTHS")
   if not bound or not isinstance(lengths, Mapping):
     raise ValueError("config.gin binds no T5Config, or no TASK_FEATURE_LENGTHS")
@@ -49,8 +48,8 @@ def _cost(run: Run) -> flops.Cost:
     name: run.settings.get(text[1:]) if text[0] == "%" else trained.plain(text)
     for name, text in bound.items()
   }
-  if how:
-    make = getattr(T5Config, how[1])
+  if preset:
+    make = T5Config.preset
   else:  # T5X's own class has the names of ours, and more that no FLOPs depend on
     make, ours = T5Config, T5Config.__annotations__
     values = {name: value for name, value in values.items() if name in ours}

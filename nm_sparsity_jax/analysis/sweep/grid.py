@@ -173,12 +173,15 @@ def _runs(sweep: Sweep, table: Mapping[str, Any], data: bool) -> Iterator[Run]:
     bindings = [f"{name} = {value!r}" for name, value in macros.items()]
     try:
       with gin_files.read(sweep.gin_files, bindings, ["."], "train") as config:
+        settings = train.settings_of(config.settings("Run"))
+        if config.is_set("NUM_PARTITIONS"):
+          config.put("NUM_PARTITIONS", 1)  # this process sees one CPU; shapes do not depend on it
         if (recipe, pattern) not in known:
           run = config.argument("run")
           _check(run, pattern, data and not known)  # all runs share their data
           known[recipe, pattern] = run.sparse_steps
         # Of every run: a folder that is there may have other settings.
-        train.refuse_changed(folder, train.settings_of(config.settings("Run")))
+        train.refuse_changed(folder, settings)
     except Exception as e:  # gin calls the code of users
       raise ValueError(f"{folder.name}: {gin_files.message(e)}") from e
     return Run(
