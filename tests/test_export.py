@@ -190,6 +190,8 @@ def test_a_resnet_is_packed_with_its_state(tmp_path, command):
   assert assert_holds(file, variables)[1] == 1
   assert report["packed"].keys() == {"fc/kernel"}
   assert "(in, out)" in report["dense"]["layer1_0/conv1/kernel"]
+  maybe = dataclasses.replace(rules_of({**rules, "merge": "1:4"}), optional=["merge"])
+  nms.runs.pack(tmp_path / "run", tmp_path / "maybe.safetensors", maybe)
   # What it was made of can be made of it again, also with the file among its checkpoints.
   file.rename(tmp_path / "run" / file.name)
   assert run("verify", tmp_path / "run", "--rules", rules) == 0
@@ -203,8 +205,6 @@ def test_rules_of_a_stack_become_those_of_its_layers(tmp_path):
   stack = r"encoder/encoder/mlp/w[io]\w*/kernel"
   places = {stack: "1:4", "decoder/logits_dense/kernel": "1:2"}
   rules = rules_of(places, axes={stack: 0, "decoder/logits.*": 0})
-  places = rules.places | {"lora": rules.places[stack]}  # that other networks have
-  rules = dataclasses.replace(rules, places=places, optional=["lora"])
   variables = with_zeros({"params": t5.params_of("v1_1", scan_layers=True)}, rules)
   save(tmp_path, variables, None)
   file = tmp_path / "model.safetensors"

@@ -163,6 +163,7 @@ def test_a_changed_file_is_refused_where_runs_are_there(here, monkeypatch):
   folder = pathlib.Path("out/sr_ste-1_4-seed0")
   (folder / "checkpoint_3/state").mkdir(parents=True)
   (folder / "checkpoint_3/state/_METADATA").touch()
+  assert settings[folder.name]["model"]["num_partitions"] == 3  # as the run has it
   files.write_json(folder / "settings.json", settings[folder.name])
   with pytest.raises(ValueError, match=f"{folder.name}.*sparse_steps was 4, and is 5"):
     sweep.read(write(SMALL.replace("SPARSE_STEPS = 4", "SPARSE_STEPS = 5")))

@@ -87,7 +87,7 @@ def _remove_left(made: pathlib.Path) -> None:
       os.kill(int(left.suffixes[-2][1:]), 0)  # whether that process is alive
     except ProcessLookupError:
       _remove(left)
-    except OSError:  # it is somebody else's
+    except (OSError, ValueError, OverflowError):  # it is somebody else's
       pass
 
 

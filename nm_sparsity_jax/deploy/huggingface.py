@@ -330,9 +330,8 @@ def to_json(config: T5Config, dtype: str = "float32") -> dict[str, Any]:
 
 def is_folder(path: str | os.PathLike) -> bool:
   """Returns whether a path is that of a folder as Hugging Face lays one out, readable or not."""
-  is_file = lambda name: pathlib.Path(path, name).is_file()
-  # A run's folder may hold a packed file of that name.
-  return is_file(_CONFIG) and any(map(is_file, (_WEIGHTS, _INDEX, *_PICKLED)))
+  files = (_WEIGHTS, _INDEX, *_PICKLED)
+  return any(pathlib.Path(path, name).is_file() for name in files)
 
 
 def config_in(path: str | os.PathLike) -> T5Config:

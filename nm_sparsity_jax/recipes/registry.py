@@ -5,7 +5,7 @@ class -> [register] -> RECIPES -> recipe(name), settings, the text of rules in a
 
 from __future__ import annotations
 
-import dataclasses
+import inspect
 from typing import Any, TypeVar
 
 from nm_sparsity_jax.core.errors import choose
@@ -76,7 +76,8 @@ def recipe(
   # None is how a gin file says that a macro is not set, so one file serves all recipes.
   given = {k: v for k, v in fields.items() if v is not None}
   cls = choose(RECIPES, "recipe", name)
-  own = [field.name for field in dataclasses.fields(cls)]
-  if unknown := sorted(given.keys() - {*own}):
-    raise ValueError(f"{', '.join(unknown)}: no field of the recipe {name!r}, which has {own}.")
-  return cls(pattern=pattern, phases=phases, **given)
+  try:
+    call = inspect.signature(cls).bind(pattern=pattern, phases=phases, **given)
+  except TypeError as e:
+    raise ValueError(f"the recipe {name!r} {e}, which is no field of it.") from None
+  return cls(**call.kwargs)

@@ -103,10 +103,8 @@ class Stored:
 
 def find(name: str) -> str:
   """Returns the checkpoint that a name means: itself, or the newest one in a run's folder."""
-  path = folders.path_of(name)
-  if folders.contents(path) or other_formats.is_readable(path):
-    return name
-  return folders.latest(name) or name
+  # First the run's: its folder may hold a packed file, as a folder of Hugging Face's does.
+  return name if folders.contents(folders.path_of(name)) else folders.latest(name) or name
 
 
 def read(

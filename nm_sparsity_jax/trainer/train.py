@@ -36,7 +36,7 @@ from nm_sparsity_jax.trainer.step import NORMS, Model, TrainState
 # Of `Run`, what its result does not depend on.
 NOT_IN_RESULT = (
   "model_dir", "evaluation", "eval_period", "checkpoint_period", "stats_period", "metrics_every",
-  "keep_checkpoints", "best_metric", "tracker",
+  "keep_checkpoints", "best_metric", "learning_rate", "tracker",
 )  # fmt: skip
 
 

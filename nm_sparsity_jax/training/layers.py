@@ -202,8 +202,10 @@ def with_step(
       value = jnp.stack([state["step"], *stamps])
     return jnp.broadcast_to(value, leaf.shape)
 
-  # Dense rules make no collection.
-  new = {COLLECTION: map_with_names(fill, variables.get(COLLECTION, {}))}
+  layers = (
+    variables.get(COLLECTION, {}) if rules else variables[COLLECTION]
+  )  # dense rules make none
+  new = {COLLECTION: map_with_names(fill, layers)}
   if state and "mask" in state:
     new[STATE_COLLECTION] = state["mask"]
   return flax.core.copy(variables, new)  # type: ignore

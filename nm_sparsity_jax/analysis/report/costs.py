@@ -39,8 +39,8 @@ def _cost(run: Run) -> flops.Cost:
   noted = (trained.started(run.path).get("workload") or {}).get("ops")
   if noted is not None:
     return flops.Cost(tuple(flops.Op(**op) for op in noted))
-  preset = "T5Config.preset" in run.gin
-  bound = trained.bound(run.gin, "T5Config.preset" if preset else "T5Config")
+  preset = trained.bound(run.gin, "T5Config.preset")
+  bound = preset or trained.bound(run.gin, "T5Config")
   lengths = run.settings.get("TASK_FEATURE_LENGTHS")
   if not bound or not isinstance(lengths, Mapping):
     raise ValueError("config.gin binds no T5Config, or no TASK_FEATURE_LENGTHS")

@@ -13,6 +13,8 @@ import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import jax
+
 from nm_sparsity_jax.core import errors
 from nm_sparsity_jax.integrations import gin_files
 from nm_sparsity_jax.runs import files, folders, trained
@@ -174,8 +176,9 @@ def _runs(sweep: Sweep, table: Mapping[str, Any], data: bool) -> Iterator[Run]:
     try:
       with gin_files.read(sweep.gin_files, bindings, ["."], "train") as config:
         settings = train.settings_of(config.settings("Run"))
-        if config.is_set("NUM_PARTITIONS"):
-          config.put("NUM_PARTITIONS", 1)  # this process sees one CPU; shapes do not depend on it
+        partitions = config.argument("num_partitions", "Model") or 1
+        if partitions > 1 and jax.local_device_count() % partitions:
+          config.put("NUM_PARTITIONS", 1)  # the run has other devices; shapes do not depend on it
         if (recipe, pattern) not in known:
           run = config.argument("run")
           _check(run, pattern, data and not known)  # all runs share their data
