@@ -14,8 +14,8 @@ from typing import Any
 
 import _study_statistics as statistic
 import jax.numpy as jnp
-from _recipes_file import RESULTS
-from _study import Cell, Contrast, Pair, Study, tuned, tuning_losses
+from _recipes_file import RESULTS, Row
+from _study import Cell, Contrast, Pair, Study, row_of, tuned, tuning_losses
 from _study_statistics import Shown, Verdict
 
 from nm_sparsity_jax.core import packed
@@ -29,31 +29,33 @@ TASKS = {
   "cmudict_1_16": "words, width 36",
 }
 WORDS = ("cmudict", "1000")  # task and budget of the words that are held out
-PATTERNS = ("1:8", "1:16")
+PATTERNS = ("1:4", "1:8", "1:16", "1:32")
 RATES = (1e-3, 4e-3)  # of tuning
 AGAIN = ", tuned again on words"
 BASE = "sr_ste, 10 % dense"
 LINEAR = "mdgf_linear, masked, 50 % fine-tuning"
 EXPONENTIAL = "mdgf_exponential, masked"
-STEPWISE = "sdgf_stepwise, masked, 50 % fine-tuning"
 CONTROL = "sr_ste, 30 % dense"  # of LINEAR: dense for as long
-# Row of the table of choice -> its phases in a program of T steps.
-CHOICE = {
-  "dense": "",
-  BASE: "dense=T // 10",
-  CONTROL: "dense=3 * T // 10",
-  LINEAR: "dense=T // 10, finetune=T // 2",
-  EXPONENTIAL: "dense=T // 10, finetune=T // 5",
-  STEPWISE: "dense=T // 10, finetune=T // 2",
-}
+UNTUNED = (
+  "dense", BASE, CONTROL, LINEAR, EXPONENTIAL, "sdgf_stepwise, masked, 50 % fine-tuning",
+)  # fmt: skip
+PROGRESSIVE = "mdgf_linear, straight-through"
+TUNED = (
+  "dense", "dense of width 48", "dense of width 36", "sr_ste", "sr_ste, decoupled", PROGRESSIVE,
+  "s_ste",
+)  # fmt: skip
+# A small network has the inference FLOPs of one pattern: its task, and that pattern.
+SMALL = {"dense of width 48": ("cmudict_1_8", "1:8"), "dense of width 36": ("cmudict_1_16", "1:16")}
 # The paper's claim, the hypotheses that ask it here, and what a reader must know of them.
 CLAIMS = (
   ("Recipes that let gradients flow beat SR-STE at high sparsity.",
-   ("H1", "H7", "H11", "H12", "H13"), "over an SR-STE that is dense for as long, at lambda 2e-4"),
-  ("High sparsity makes gradients noisier, and decay takes noise away.", ("H4", "H10"),
-   "at the same loss; SR-STE is sparse there, a recipe not yet"),
-  ("The gain grows with sparsity.", ("H5", "H9"), "160 symbols at 1:16 are a floor for all rows"),
-  ("The recipes are better at the same training FLOPs.", ("H6",), "asked of 80 symbols alone"),
+   ("H1", "H7", "H11", "H12", "H13", "H14"),
+   "H14 over a tuned SR-STE, the others over one at lambda 2e-4"),
+  ("High sparsity makes gradients noisier, and decay takes noise away.", ("H4", "H10", "H22"),
+   "at the same loss; where SR-STE is sparse a recipe is not yet, but in H22"),
+  ("The gain grows with sparsity.", ("H5", "H9", "H18"),
+   "160 symbols at 1:16 (H9) are a floor for all rows"),
+  ("The recipes are better at the same training FLOPs.", ("H6", "H17"), "H17 of words, all tuned"),
   ("For T5 at 1:8 `sdgf_stepwise` is best; for ViT at 1:4 SR-STE is.", (),
    "needs the paper's networks and data"),
   ("Up to 2 % are gained on images and 5 % on text.", (), "needs the paper's networks and data"),
@@ -116,54 +118,68 @@ def geometric(records: Iterable[Mapping[str, Any]], measure: str) -> float:
 
 def word_cell(row: str, pattern: str) -> Cell:
   task, budget = WORDS
-  return Cell(task, pattern if row != "dense" else "-", budget, row)
+  task, _ = SMALL.get(row.removesuffix(AGAIN), (task, ""))
+  return Cell(task, "-" if row.startswith("dense") else pattern, budget, row)
 
 
-def wrong_phonemes(row: str, pattern: str, study: Study) -> tuple[float, float, float]:
+def wrong_phonemes(cell: Cell, study: Study) -> tuple[float, float, float]:
   """Returns the percent of wrong phonemes of a row, and its interval of 95 %."""
-  cell = word_cell(row, pattern)
   logs = [*statistic.of_seeds(cell, "ln phoneme error rate", study).values()]
   low, high = statistic.interval(logs, study.declared["level"])
   return tuple(100 * math.exp(x) for x in (statistics.fmean(logs), low, high))
 
 
-def price(row: str, pattern: str, study: Study) -> float:
-  """Returns the training FLOPs of a row over those of dense."""
+def price(cell: Cell, study: Study) -> float:
+  """Returns the training FLOPs of a row over those of the wide dense network."""
   flops = lambda cell: study.records[study.runs(cell)[0]]["flops"]
-  return flops(word_cell(row, pattern)) / flops(word_cell("dense", "-"))
+  return flops(cell) / flops(word_cell("dense", "-"))
 
 
-def choice(study: Study) -> list[str]:
-  """Returns the table of choice, on words that are held out."""
+def program(row: Row) -> str:
+  """Returns the rate and the code of a row, in a program of T steps."""
+  rate = f"rate {row.rate or 2e-3:g}"
+  if not row.sparse:
+    return rate
+  finetune = f", finetune={row.finetune} * T // 100" if row.gradient else ""
+  phases = f"Phases(total=T, dense={row.dense} * T // 100{finetune})"
+  given = {"gradient": row.gradient, "lam": row.lam, "decoupled": row.decoupled or None}
+  fields = "".join(f", {name}={x!r}" for name, x in given.items() if x is not None)
+  return f'{rate}, `recipe("{row.recipe}", phases={phases}{fields})`'.replace("'", '"')
+
+
+def choice(study: Study, rows: Sequence[str]) -> list[str]:
+  """Returns rows of words that are held out: their scores, prices and code, where all seeds ran."""
   lines = []
-  for row, phases in CHOICE.items():
+  for row in rows:
     cells = []
     for pattern in PATTERNS:
-      mean, low, high = wrong_phonemes(row, pattern, study)
-      cells += [f"{mean:.1f} ({low:.1f} to {high:.1f})"]
-      cells += [f"{price(row, pattern, study):.2f}"]
-    code = f'`"{row.partition(",")[0]}"`, `Phases(total=T, {phases})`' if phases else ""
-    lines.append([label(row), *cells, code])
-  head = ["", *(h for p in PATTERNS for h in (f"{p}: wrong phonemes, %", "FLOPs"))]
-  return table([*head, "recipe and phases"], lines)
+      cell = word_cell(row, pattern)
+      asked = cell in study.seeds and all(run in study.records for run in study.runs(cell))
+      of_small = SMALL.get(row.removesuffix(AGAIN), ("", pattern))
+      if asked and of_small[1] == pattern:
+        mean, low, high = wrong_phonemes(cell, study)
+        cells.append(f"{mean:.1f} ({low:.1f} to {high:.1f}), {price(cell, study):.2f}")
+      else:
+        cells.append("")
+    trained = row_of(study, row)
+    lines.append([label(row).removesuffix(AGAIN), *cells, program(trained) if trained else ""])
+  return table(["", *PATTERNS, "how"], lines)
 
 
 def packed_weights() -> list[str]:
   """Returns what packed float32 weights cost, by the records of benchmarks/packed.py."""
   record = json.loads((RESULTS / "packed_cpu.json").read_text())
   times = {(x["backend"], x["pattern"], x["rows"]): x["mean"] for x in record["rows"]}
-  said = []
-  for pattern in PATTERNS:
-    size = packed.pack(jnp.zeros((1024, 1024)), pattern).nbytes / 2**22
-    speed = times["cpu_ffi", pattern, 1]
-    said.append(
-      f"At {pattern} they have {size:.2f} of the bytes and are {speed:.1f} times as fast."
-    )
+  size = lambda pattern: packed.pack(jnp.zeros((1024, 1024)), pattern).nbytes / 2**22
+  lines = [
+    ["bytes, of dense", *(f"{size(pattern):.2f}" for pattern in PATTERNS)],
+    ["times as fast", *(f"{times['cpu_ffi', pattern, 1]:.1f}" for pattern in PATTERNS)],
+  ]
   return [
-    "Packed weights beside dense ones, float32, in products with one row of inputs on one core "
-    f"({record['processor']}):",
-    *said,
-    "[performance.md](performance.md) has more.",
+    "Packed weights, float32, in products with one row of inputs on one core "
+    f"({record['processor']}; [performance.md](performance.md) has more):",
+    "",
+    *table(["", *PATTERNS], lines),
   ]
 
 
@@ -171,8 +187,8 @@ def explored(study: Study) -> list[str]:
   """Returns contrasts of words that no hypothesis asked."""
   pair = lambda row, over, p: Pair(word_cell(row, p), word_cell(over, p))
   contrast = lambda pair, beyond=None: Contrast(pair, beyond, "ln phoneme error rate", "less")
-  low, high = PATTERNS
-  families = [[contrast(pair(LINEAR, EXPONENTIAL, pattern))] for pattern in PATTERNS]
+  low, high = patterns = ("1:8", "1:16")
+  families = [[contrast(pair(LINEAR, EXPONENTIAL, pattern))] for pattern in patterns]
   controls = ((LINEAR, CONTROL), (EXPONENTIAL, "sr_ste, 19 % dense"))
   families += [[contrast(pair(*rows, high), pair(*rows, low)) for rows in controls]]
   found = [shown for family in families for shown in statistic.family(family, study)]
@@ -210,39 +226,30 @@ def tuning(study: Study) -> list[str]:
   return table(("recipe", gain, "best rate", "best lambda", "then over `sr_ste` (H3)"), lines)
 
 
-def _best_of_tuning(study: Study) -> list[list[str]]:
-  """Returns row, settings tried, percent of wrong phonemes and setting of the best; best first."""
+def tuned_on_words(study: Study) -> list[str]:
+  """Returns the best run of each row that was tuned on words, the best row first."""
   lines = []
   for name, tried in study.tried.items():
-    done = [cell for cell in tried if study.runs(cell)[0] in study.records]
-    if not name.endswith(AGAIN) or not done:
+    if not name.endswith(AGAIN):
       continue
-    best = min(done, key=lambda cell: tuning_losses(study, cell)[0])
+    best = tuned(study, name)
     row = tried[best]
     lam = "" if row.lam is None else f", lambda {row.lam:g}"
-    finetune = f", {row.finetune} % fine-tuning" if row.gradient else ""
     dense = f", {row.dense} % dense" if row.sparse else ""
-    lines.append([
-      name.removesuffix(AGAIN), f"{len(done)} of {len(tried)}",
-      f"{100 * tuning_losses(study, best)[0]:.1f}", f"rate {row.rate:g}{lam}{dense}{finetune}",
-    ])  # fmt: skip
-  return sorted(lines, key=lambda line: float(line[2]))
-
-
-def tuned_on_words(study: Study) -> list[str]:
-  """Returns the best run so far of each row that is tuned on words."""
+    finetune = f", {row.finetune} % fine-tuning" if row.gradient else ""
+    wrong = f"{100 * tuning_losses(study, best)[0]:.1f}"
+    setting = f"rate {row.rate:g}{lam}{dense}{finetune}"
+    lines.append([name.removesuffix(AGAIN), str(len(tried)), wrong, setting])
   head = ("row at 1:16", "settings tried", "wrong phonemes of the best, %", "it has")
-  return table(head, _best_of_tuning(study))
+  return table(head, sorted(lines, key=lambda line: float(line[2])))
 
 
 def readme_tuned(study: Study) -> list[str]:
-  """Returns README's line of what tuning has found so far, of rows that are half done."""
-  found = [
-    f"`{row}` {wrong} % ({tried})"
-    for row, tried, wrong, _ in _best_of_tuning(study)
-    if 2 * int(tried.split()[0]) >= int(tried.split()[-1])
-  ]
-  return [f"- **1:16, the best of the settings tried so far, one seed:** {', '.join(found)}."]
+  """Returns README's line of what tuning found at 1:16."""
+  wrong = {row: tuning_losses(study, tuned(study, row + AGAIN))[0] for row in TUNED}
+  rows = sorted((row for row in wrong if row != "dense of width 48"), key=wrong.__getitem__)
+  found = ", ".join(f"`{row}` {100 * wrong[row]:.1f} %" for row in rows)
+  return [f"- **1:16, rate, lambda and phases tuned, one seed:** {found}."]
 
 
 def verdict_lines(verdicts: Sequence[Verdict]) -> list[str]:
@@ -334,13 +341,13 @@ def rebus(study: Study) -> list[str]:
 def readme(study: Study) -> list[str]:
   """Returns README's lines: the best row of each pattern that was run on held-out words."""
   lines = []
-  for pattern in PATTERNS:
-    of = lambda row, pattern=pattern: wrong_phonemes(row, pattern, study)
+  for pattern in ("1:8", "1:16"):
+    of = lambda row, pattern=pattern: wrong_phonemes(word_cell(row, pattern), study)
     best = min((LINEAR, EXPONENTIAL), key=of)
     mean, low, high = of(best)
     lines.append(
       f"- **{pattern}:** `{label(best)}` has {mean:.1f} % wrong phonemes ({low:.1f} to {high:.1f}) "
-      f"for {price(best, pattern, study):.2f} of the training FLOPs of dense. `sr_ste` "
+      f"for {price(word_cell(best, pattern), study):.2f} of the training FLOPs of dense. `sr_ste` "
       f"that is dense for as long has {of(CONTROL)[0]:.1f} %, and dense {of('dense')[0]:.1f} %."
     )
   return lines
@@ -357,10 +364,10 @@ def pages(study: Study) -> dict[str, dict[str, list[str]]]:
   """Returns page -> part -> its lines."""
   verdicts = statistic.verdicts(study)
   results = {
-    "choice": choice(study),
-    "best": readme(study),
-    "tuned": tuned_on_words(study),
+    "choice": choice(study, [row + AGAIN for row in TUNED]),
+    "untuned": choice(study, UNTUNED),
     "packed": packed_weights(),
+    "tuned": tuned_on_words(study),
     "claims": claims(verdicts),
   }
   appendix = {

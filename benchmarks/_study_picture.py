@@ -33,10 +33,11 @@ STYLE = {
 def price(study: Study) -> Figure:
   """Returns wrong phonemes over training FLOPs, one panel for each pattern."""
   figure = Figure(figsize=(9.5, 3.6), layout="constrained")
-  for axes, pattern in zip(figure.subplots(1, 2, sharey=True), page.PATTERNS, strict=True):
-    for row in page.CHOICE:
-      mean, low, high = page.wrong_phonemes(row, pattern, study)
-      x, colour = page.price(row, pattern, study), COLOURS[row.partition(",")[0]]
+  for axes, pattern in zip(figure.subplots(1, 2, sharey=True), ("1:8", "1:16"), strict=True):
+    for row in page.UNTUNED:
+      cell = page.word_cell(row, pattern)
+      mean, low, high = page.wrong_phonemes(cell, study)
+      x, colour = page.price(cell, study), COLOURS[row.partition(",")[0]]
       axes.errorbar(
         x, mean, yerr=[[mean - low], [high - mean]], fmt="o", capsize=3, color=colour,
         mfc="white" if row == page.BASE else colour, label=page.label(row),

@@ -81,17 +81,30 @@ def interval(x: Sequence[float], level: float, members: int = 1) -> tuple[float,
   return mean - half, mean + half
 
 
-def noise_at(curve: Mapping[str, Sequence[float]], loss: float) -> float | None:
+def noise_at(curve: Mapping[str, Sequence[float]], loss: float, since: float = 0) -> float | None:
   """Returns ln(noise) where a run first falls to a loss; None where it does not.
 
   Between the two samples ln(noise) is taken as linear in the loss.
+
+  Args:
+    curve: steps, losses and noise.
+    loss: where noise is read.
+    since: a step; samples before it are passed over.
   """
-  points = list(zip(curve["noise_loss"], curve["noise"], strict=True))
+  points = zip(curve["step"], curve["noise_loss"], curve["noise"], strict=True)
+  points = [(x, noise) for step, x, noise in points if step >= since]
   for (above, first), (below, second) in itertools.pairwise(points):
     if above > loss >= below:
       share = (above - loss) / (above - below)
       return math.log(first) * (1 - share) + math.log(second) * share
   return None
+
+
+def hard_since(record: Mapping[str, Any]) -> float:
+  """Returns the step from which no pruned weight takes part in a run."""
+  row = record["settings"]
+  percent = 100 - row["finetune"] if row["gradient"] else row["dense"]
+  return record["steps"] * percent / 100
 
 
 def value(record: Mapping[str, Any], measure: str, task: str, study: Study) -> float | None:
@@ -103,6 +116,9 @@ def value(record: Mapping[str, Any], measure: str, task: str, study: Study) -> f
   if measure == "ln noise":
     at = study.declared["noise_at_loss"].get(task)
     return noise_at(record["curve"], at) if at and "noise" in record["curve"] else None
+  if measure == "ln noise of hard masks":
+    at = study.declared["noise_of_hard_masks_at_loss"][record["pattern"]]
+    return noise_at(record["curve"], at, hard_since(record))
   return math.log(record[measure.removeprefix("ln ").replace(" ", "_").replace("-", "_")])
 
 
