@@ -74,7 +74,7 @@ def forest(study: Study) -> Figure:
   names = (f"{name}: {page.name_of(found.contrast)}" for name, found in shown)
   axes.set_yticks(range(len(shown)), [textwrap.fill(name, 68) for name in names], fontsize=8)
   axes.invert_yaxis()
-  axes.set_xlabel("error over that of the control (filled: holds, open: fails)")
+  axes.set_xlabel("error over that of the control (filled: holds; not filled: fails or open)")
   return figure
 
 

@@ -92,7 +92,8 @@ def noise_at(curve: Mapping[str, Sequence[float]], loss: float, since: float = 0
     since: a step; samples before it are passed over.
   """
   points = zip(curve["step"], curve["noise_loss"], curve["noise"], strict=True)
-  points = [(x, noise) for step, x, noise in points if step >= since]
+  # A run that diverges has no noise from there on.
+  points = [(x, noise) for step, x, noise in points if step >= since and x and noise]
   for (above, first), (below, second) in itertools.pairwise(points):
     if above > loss >= below:
       share = (above - loss) / (above - below)
@@ -175,6 +176,8 @@ def verdict(hypothesis: Hypothesis, study: Study) -> Verdict:
   runs = [run for cell in hypothesis.cells for run in study.runs(cell)]
   if lost := sum(run not in study.records for run in runs):
     return Verdict(hypothesis, "not run yet", f"{lost} of {len(runs)} runs are missing", ())
+  if any(len(differences(c, study)) < len(study.seeds[c.pair.row]) for c in hypothesis.contrasts):
+    return Verdict(hypothesis, "not decided", "a run does not have what is measured", ())
   shown = family(hypothesis.contrasts, study)
   word, why = decided(hypothesis.needs, shown)
   for gate in hypothesis.gates:
