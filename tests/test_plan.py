@@ -197,7 +197,7 @@ def test_settings_are_compared_as_the_run_has_them(run, monkeypatch):
   """This process has other devices than the run, and a run that resumes must have its settings."""
   seen = []
   monkeypatch.setattr(train, "check", lambda _, settings: seen.append(settings))
-  run(files=LOCAL, **SETTINGS, **TASK, NUM_PARTITIONS=3, LEARNING_RATE=0.1)
+  run(files=LOCAL, **SETTINGS, **TASK, NUM_PARTITIONS=3)
   assert seen[0]["model"]["num_partitions"] == 3
 
 

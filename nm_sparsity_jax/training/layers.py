@@ -202,9 +202,8 @@ def with_step(
       value = jnp.stack([state["step"], *stamps])
     return jnp.broadcast_to(value, leaf.shape)
 
-  layers = (
-    variables.get(COLLECTION, {}) if rules else variables[COLLECTION]
-  )  # dense rules make none
+  # Rules that are all dense make no layer sparse, and so no collection.
+  layers = variables.get(COLLECTION, {}) if rules else variables[COLLECTION]
   new = {COLLECTION: map_with_names(fill, layers)}
   if state and "mask" in state:
     new[STATE_COLLECTION] = state["mask"]

@@ -327,8 +327,6 @@ def sr_ste(
     return SrSteState(jnp.int32(0))
 
   def update(updates, state, params=None, *, nm_state: stored.State | None = None, **extra):
-    if params is None:
-      raise ValueError("nms.sr_ste needs the parameters: tx.update(grads, state, params).")
     decoupled = learning_rate is not None
     scale = -_rate(learning_rate, state.count) if decoupled else 1.0
     updates = add_sr_ste(updates, params, rules, state.count, nm_state, scale, decoupled)
