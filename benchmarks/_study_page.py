@@ -32,6 +32,10 @@ WORDS = ("cmudict", "1000")  # task and budget of the words that are held out
 PATTERNS = ("1:4", "1:8", "1:16", "1:32")
 RATES = (1e-3, 4e-3)  # of tuning
 AGAIN = ", tuned again on words"
+# What a sparse row is called in addition where it is tuned at a pattern.
+TUNED_AT = {
+  "1:4": ", tuned at 1:4", "1:8": ", tuned at 1:8", "1:16": AGAIN, "1:32": ", tuned at 1:32",
+}  # fmt: skip
 BASE = "sr_ste, 10 % dense"
 LINEAR = "mdgf_linear, masked, 50 % fine-tuning"
 EXPONENTIAL = "mdgf_exponential, masked"
@@ -122,6 +126,21 @@ def word_cell(row: str, pattern: str) -> Cell:
   return Cell(task, "-" if row.startswith("dense") else pattern, budget, row)
 
 
+def tuned_cell(row: str, pattern: str) -> Cell:
+  """Returns a row of TUNED as it is tuned at a pattern; dense rows are the same at all."""
+  return word_cell(row + (AGAIN if row.startswith("dense") else TUNED_AT[pattern]), pattern)
+
+
+def patterns_of(row: str) -> Sequence[str]:
+  """Returns the patterns that a row is compared at: one, where it is a small network."""
+  return (SMALL[row][1],) if row in SMALL else PATTERNS
+
+
+def is_whole(cell: Cell, study: Study) -> bool:
+  """Returns whether all seeds of a cell ran."""
+  return cell in study.seeds and all(run in study.records for run in study.runs(cell))
+
+
 def wrong_phonemes(cell: Cell, study: Study) -> tuple[float, float, float]:
   """Returns the percent of wrong phonemes of a row, and its interval of 95 %."""
   logs = [*statistic.of_seeds(cell, "ln phoneme error rate", study).values()]
@@ -135,9 +154,16 @@ def price(cell: Cell, study: Study) -> float:
   return flops(cell) / flops(word_cell("dense", "-"))
 
 
-def program(row: Row) -> str:
-  """Returns the rate and the code of a row, in a program of T steps."""
-  rate = f"rate {row.rate or 2e-3:g}"
+def program(rows: Mapping[str, Row]) -> str:
+  """Returns the rates and the code of a row, in a program of T steps.
+
+  Args:
+    rows: pattern -> how the row trains there; they differ by rate alone.
+  """
+  rates = {pattern: f"{row.rate or 2e-3:g}" for pattern, row in rows.items()}
+  at = ", ".join(f"{rate} at {pattern}" for pattern, rate in rates.items())
+  rate = f"rate {at if len(set(rates.values())) > 1 else [*rates.values()][0]}"
+  row = [*rows.values()][0]
   if not row.sparse:
     return rate
   finetune = f", finetune={row.finetune} * T // 100" if row.gradient else ""
@@ -147,22 +173,28 @@ def program(row: Row) -> str:
   return f'{rate}, `recipe("{row.recipe}", phases={phases}{fields})`'.replace("'", '"')
 
 
-def choice(study: Study, rows: Sequence[str]) -> list[str]:
-  """Returns rows of words that are held out: their scores, prices and code, where all seeds ran."""
+def choice(study: Study, rows: Sequence[str], cell_of) -> list[str]:
+  """Returns rows of words that are held out: their scores, prices and code, where all seeds ran.
+
+  Args:
+    study: with its records.
+    rows: to show.
+    cell_of: row, pattern -> what ran.
+  """
   lines = []
   for row in rows:
-    cells = []
-    for pattern in PATTERNS:
-      cell = word_cell(row, pattern)
-      asked = cell in study.seeds and all(run in study.records for run in study.runs(cell))
-      of_small = SMALL.get(row.removesuffix(AGAIN), ("", pattern))
-      if asked and of_small[1] == pattern:
-        mean, low, high = wrong_phonemes(cell, study)
-        cells.append(f"{mean:.1f} ({low:.1f} to {high:.1f}), {price(cell, study):.2f}")
-      else:
-        cells.append("")
-    trained = row_of(study, row)
-    lines.append([label(row).removesuffix(AGAIN), *cells, program(trained) if trained else ""])
+    at = {pattern: cell_of(row, pattern) for pattern in patterns_of(row)}
+    at = {pattern: cell for pattern, cell in at.items() if cell in study.seeds}
+    scores = {
+      pattern: "{:.1f} ({:.1f} to {:.1f})".format(*wrong_phonemes(cell, study))
+      + f", {price(cell, study):.2f}"
+      for pattern, cell in at.items()
+      if is_whole(cell, study)
+    }
+    trained = {pattern: row_of(study, cell.row) for pattern, cell in at.items()}
+    trained = {pattern: each for pattern, each in trained.items() if each}
+    cells = [scores.get(pattern, "") for pattern in PATTERNS]
+    lines.append([label(row), *cells, program(trained) if trained else ""])
   return table(["", *PATTERNS, "how"], lines)
 
 
@@ -227,10 +259,11 @@ def tuning(study: Study) -> list[str]:
 
 
 def tuned_on_words(study: Study) -> list[str]:
-  """Returns the best run of each row that was tuned on words, the best row first."""
+  """Returns the best run of each row that was tuned on words, the best row of a pattern first."""
   lines = []
   for name, tried in study.tried.items():
-    if not name.endswith(AGAIN):
+    suffix = next((x for x in TUNED_AT.values() if name.endswith(x)), "")
+    if not suffix or row_of(study, name) is None:
       continue
     best = tuned(study, name)
     row = tried[best]
@@ -239,17 +272,10 @@ def tuned_on_words(study: Study) -> list[str]:
     finetune = f", {row.finetune} % fine-tuning" if row.gradient else ""
     wrong = f"{100 * tuning_losses(study, best)[0]:.1f}"
     setting = f"rate {row.rate:g}{lam}{dense}{finetune}"
-    lines.append([name.removesuffix(AGAIN), str(len(tried)), wrong, setting])
-  head = ("row (at 1:16 where sparse)", "settings tried", "wrong phonemes of the best, %", "it has")
-  return table(head, sorted(lines, key=lambda line: float(line[2])))
-
-
-def readme_tuned(study: Study) -> list[str]:
-  """Returns README's line of what tuning found at 1:16."""
-  wrong = {row: tuning_losses(study, tuned(study, row + AGAIN))[0] for row in TUNED}
-  rows = sorted((row for row in wrong if row != "dense of width 48"), key=wrong.__getitem__)
-  found = ", ".join(f"`{row}` {100 * wrong[row]:.1f} %" for row in rows)
-  return [f"- **1:16, rate, lambda and phases tuned, one seed:** {found}."]
+    lines.append([name.removesuffix(suffix), best.pattern, str(len(tried)), wrong, setting])
+  head = ("row", "pattern", "settings tried", "wrong phonemes of the best, %", "it has")
+  in_order = lambda line: (("-", *PATTERNS).index(line[1]), float(line[3]))
+  return table(head, sorted(lines, key=in_order))
 
 
 def verdict_lines(verdicts: Sequence[Verdict]) -> list[str]:
@@ -339,17 +365,18 @@ def rebus(study: Study) -> list[str]:
 
 
 def readme(study: Study) -> list[str]:
-  """Returns README's lines: the best row of each pattern that was run on held-out words."""
+  """Returns README's lines: the rows of two patterns that ran, tuned, on held-out words."""
   lines = []
   for pattern in ("1:8", "1:16"):
-    of = lambda row, pattern=pattern: wrong_phonemes(word_cell(row, pattern), study)
-    best = min((LINEAR, EXPONENTIAL), key=of)
-    mean, low, high = of(best)
-    lines.append(
-      f"- **{pattern}:** `{label(best)}` has {mean:.1f} % wrong phonemes ({low:.1f} to {high:.1f}) "
-      f"for {price(word_cell(best, pattern), study):.2f} of the training FLOPs of dense. `sr_ste` "
-      f"that is dense for as long has {of(CONTROL)[0]:.1f} %, and dense {of('dense')[0]:.1f} %."
+    cells = {row: tuned_cell(row, pattern) for row in TUNED if pattern in patterns_of(row)}
+    scores = {
+      row: wrong_phonemes(cell, study) for row, cell in cells.items() if is_whole(cell, study)
+    }
+    said = ", ".join(
+      "`{}` {:.1f} % ({:.1f} to {:.1f})".format(row, *scores[row])
+      for row in sorted(scores, key=scores.__getitem__)
     )
+    lines.append(f"- **{pattern}:** {said}.")
   return lines
 
 
@@ -364,14 +391,14 @@ def pages(study: Study) -> dict[str, dict[str, list[str]]]:
   """Returns page -> part -> its lines."""
   verdicts = statistic.verdicts(study)
   results = {
-    "choice": choice(study, [row + AGAIN for row in TUNED]),
-    "untuned": choice(study, UNTUNED),
+    "choice": choice(study, TUNED, tuned_cell),
     "packed": packed_weights(),
-    "tuned": tuned_on_words(study),
     "claims": claims(verdicts),
   }
   appendix = {
     "amount": amount(study),
+    "tuned": tuned_on_words(study),
+    "untuned": choice(study, UNTUNED, word_cell),
     "explored": explored(study),
     "lambda": lambda_lines(study),
     "tuning": tuning(study),
@@ -383,5 +410,5 @@ def pages(study: Study) -> dict[str, dict[str, list[str]]]:
   return {
     "docs/results.md": results,
     "docs/results_appendix.md": appendix,
-    "README.md": {"words": [*readme(study), *readme_tuned(study)]},
+    "README.md": {"words": readme(study)},
   }

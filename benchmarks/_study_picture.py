@@ -17,8 +17,8 @@ from matplotlib.figure import Figure
 
 # Colours that most colour-blind people tell apart.
 COLOURS = {
-  "dense": "#222222", "sr_ste": "#d55e00", "mdgf_linear": "#009e73", "mdgf_exponential": "#0072b2",
-  "sdgf_stepwise": "#b8860b",
+  "dense": "#222222", "sr_ste": "#d55e00", "mdgf_linear": "#009e73",
+  "s_ste": "#0072b2",
 }  # fmt: skip
 STYLE = {
   "svg.fonttype": "none",  # text stays text
@@ -31,25 +31,34 @@ STYLE = {
 
 
 def price(study: Study) -> Figure:
-  """Returns wrong phonemes over training FLOPs, one panel for each pattern."""
+  """Returns wrong phonemes of tuned rows over training FLOPs, one panel for each pattern."""
   figure = Figure(figsize=(9.5, 3.6), layout="constrained")
   for axes, pattern in zip(figure.subplots(1, 2, sharey=True), ("1:8", "1:16"), strict=True):
-    for row in page.UNTUNED:
-      cell = page.word_cell(row, pattern)
+    for row in page.TUNED:
+      cell = page.tuned_cell(row, pattern)
+      if pattern not in page.patterns_of(row) or not page.is_whole(cell, study):
+        continue
       mean, low, high = page.wrong_phonemes(cell, study)
-      x, colour = page.price(cell, study), COLOURS[row.partition(",")[0]]
+      recipe, _, form = row.partition(",")
+      colour = COLOURS[recipe.partition(" of ")[0]]
+      # The two forms of SR-STE cost the same: side by side both are seen.
+      x = page.price(cell, study) + (0.03 if "decoupled" in form else 0)
+      is_hollow = "decoupled" in form or row in page.SMALL
       axes.errorbar(
         x, mean, yerr=[[mean - low], [high - mean]], fmt="o", capsize=3, color=colour,
-        mfc="white" if row == page.BASE else colour, label=page.label(row),
+        mfc="white" if is_hollow else colour,
+        label="dense, as small as the sparse" if row in page.SMALL else row,
       )  # fmt: skip
-      # The lowest row is said below its point, since the bars of others are above it.
-      offset, side = ((6, -11), "left") if row == page.LINEAR else ((-5, 4), "right")
+      offset, side = ((-6, 4), "right") if row == "sr_ste" else ((6, 4), "left")
       axes.annotate(
         f"{mean:.1f}", (x, mean), offset, textcoords="offset points", ha=side, color=colour
       )
-    axes.set(xlim=(0.15, 1.05), ylim=(12, 34), title=pattern, xlabel="training FLOPs of dense")
+    axes.set(xlim=(0, 1.1), title=pattern, xlabel="training FLOPs of dense")
   figure.axes[0].set_ylabel("wrong phonemes, held-out words, %")
-  figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside right upper")
+  handles = {}
+  for axes in figure.axes:
+    handles |= dict(zip(*reversed(axes.get_legend_handles_labels()), strict=True))
+  figure.legend(handles.values(), handles, loc="outside right upper")
   return figure
 
 
