@@ -38,7 +38,7 @@ from t5x_tasks import metrics
 ROOT = pathlib.Path(__file__).parents[1]
 # The task's prefix makes inputs longer. A packed row ends with the first of both that is full.
 INPUTS, TARGETS = 96, 64
-START = {"steps": 6000, "rate": 4e-3}
+START = {"steps": 6000, "rate": 4e-3, "examples": 16}
 SAMPLES = 3  # translations that a record keeps
 HELP, DICTIONARY = debian_ende.TASKS.values()
 # A run that diverges scores as one that guesses.
@@ -72,7 +72,7 @@ class Translation(Task):
   split: str = "test"
   tests: int = 0  # all of the split
   places: tuple[str, ...] = ("ff", "qkv", "o")
-  examples: int = 16
+  examples: int = 8
   rate: float = 2e-3
   packages: tuple[str, ...] = ("seqio", "sacrebleu", "sentencepiece")
 
@@ -161,8 +161,8 @@ def start_of(task: Translation) -> pathlib.Path:
   with _alone(folder.name):
     # A run that is done, trained again, ends at once.
     _train(
-      dataclasses.replace(task, split="validation"), "local_train.gin", folder, START["steps"],
-      RECIPE="dense", LEARNING_RATE=START["rate"], CHECKPOINT_PERIOD=1000,
+      dataclasses.replace(task, split="validation", examples=START["examples"]), "local_train.gin",
+      folder, START["steps"], RECIPE="dense", LEARNING_RATE=START["rate"], CHECKPOINT_PERIOD=1000,
     )  # fmt: skip
   return folder
 

@@ -10,7 +10,7 @@ import math
 import re
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import _study_statistics as statistic
 import jax.numpy as jnp
@@ -27,15 +27,12 @@ TASKS = {
   "cmudict": "words",
   "cmudict_1_8": "words, width 48",
   "cmudict_1_16": "words, width 36",
+  "debian_ende": "translation",
+  "debian_ende_1_8": "translation, width 69",
+  "debian_ende_1_16": "translation, width 64",
 }
-WORDS = ("cmudict", "1000")  # task and budget of the words that are held out
 PATTERNS = ("1:4", "1:8", "1:16", "1:32")
 RATES = (1e-3, 4e-3)  # of tuning
-AGAIN = ", tuned again on words"
-# What a sparse row is called in addition where it is tuned at a pattern.
-TUNED_AT = {
-  "1:4": ", tuned at 1:4", "1:8": ", tuned at 1:8", "1:16": AGAIN, "1:32": ", tuned at 1:32",
-}  # fmt: skip
 BASE = "sr_ste, 10 % dense"
 LINEAR = "mdgf_linear, masked, 50 % fine-tuning"
 EXPONENTIAL = "mdgf_exponential, masked"
@@ -44,12 +41,57 @@ UNTUNED = (
   "dense", BASE, CONTROL, LINEAR, EXPONENTIAL, "sdgf_stepwise, masked, 50 % fine-tuning",
 )  # fmt: skip
 PROGRESSIVE = "mdgf_linear, straight-through"
-TUNED = (
-  "dense", "dense of width 48", "dense of width 36", "sr_ste", "sr_ste, decoupled", PROGRESSIVE,
-  "s_ste",
-)  # fmt: skip
 # A small network has the inference FLOPs of one pattern: its task, and that pattern.
-SMALL = {"dense of width 48": ("cmudict_1_8", "1:8"), "dense of width 36": ("cmudict_1_16", "1:16")}
+SMALL = {
+  "dense of width 48": ("cmudict_1_8", "1:8"), "dense of width 36": ("cmudict_1_16", "1:16"),
+  "dense of width 69": ("debian_ende_1_8", "1:8"),
+  "dense of width 64": ("debian_ende_1_16", "1:16"),
+}  # fmt: skip
+
+
+class Subject(NamedTuple):
+  """A task whose tuned rows the page compares.
+
+  Attributes:
+    task: of the wide network.
+    budget: steps of a run.
+    suffixes: pattern -> what a row that is tuned there is called in addition. Dense rows are tuned
+      once, beside the rows of 1:16.
+    rows: names without these suffixes.
+  """
+
+  task: str
+  budget: str
+  suffixes: Mapping[str, str]
+  rows: Sequence[str]
+
+  def cell(self, row: str, pattern: str) -> Cell:
+    """Returns a row by its whole name."""
+    return Cell(self.task, "-" if row.startswith("dense") else pattern, self.budget, row)
+
+  def tuned(self, row: str, pattern: str) -> Cell:
+    """Returns a row as it is tuned at a pattern."""
+    task, _ = SMALL.get(row, (self.task, ""))
+    at = "1:16" if row.startswith("dense") else pattern
+    return self.cell(row + self.suffixes[at], pattern)._replace(task=task)
+
+  def patterns(self, row: str) -> Sequence[str]:
+    """Returns the patterns that a row is compared at: one, where it is a small network."""
+    return (SMALL[row][1],) if row in SMALL else tuple(self.suffixes)
+
+
+SPARSE = ("sr_ste", "sr_ste, decoupled", PROGRESSIVE, "s_ste")
+WORDS = Subject(
+  "cmudict", "1000",
+  {"1:4": ", tuned at 1:4", "1:8": ", tuned at 1:8", "1:16": ", tuned again on words",
+   "1:32": ", tuned at 1:32"},
+  ("dense", "dense of width 48", "dense of width 36", *SPARSE),
+)  # fmt: skip
+TRANSLATION = Subject(
+  "debian_ende", "1500",
+  {"1:8": ", tuned on translation at 1:8", "1:16": ", tuned on translation"},
+  ("dense", "dense of width 69", "dense of width 64", *SPARSE),
+)  # fmt: skip
 # The paper's claim, the hypotheses that ask it here, and what a reader must know of them.
 CLAIMS = (
   ("Recipes that let gradients flow beat SR-STE at high sparsity.",
@@ -120,38 +162,24 @@ def geometric(records: Iterable[Mapping[str, Any]], measure: str) -> float:
   return statistics.geometric_mean(record[measure] for record in records)
 
 
-def word_cell(row: str, pattern: str) -> Cell:
-  task, budget = WORDS
-  task, _ = SMALL.get(row.removesuffix(AGAIN), (task, ""))
-  return Cell(task, "-" if row.startswith("dense") else pattern, budget, row)
-
-
-def tuned_cell(row: str, pattern: str) -> Cell:
-  """Returns a row of TUNED as it is tuned at a pattern; dense rows are the same at all."""
-  return word_cell(row + (AGAIN if row.startswith("dense") else TUNED_AT[pattern]), pattern)
-
-
-def patterns_of(row: str) -> Sequence[str]:
-  """Returns the patterns that a row is compared at: one, where it is a small network."""
-  return (SMALL[row][1],) if row in SMALL else PATTERNS
-
-
 def is_whole(cell: Cell, study: Study) -> bool:
   """Returns whether all seeds of a cell ran."""
   return cell in study.seeds and all(run in study.records for run in study.runs(cell))
 
 
-def wrong_phonemes(cell: Cell, study: Study) -> tuple[float, float, float]:
-  """Returns the percent of wrong phonemes of a row, and its interval of 95 %."""
-  logs = [*statistic.of_seeds(cell, "ln phoneme error rate", study).values()]
-  low, high = statistic.interval(logs, study.declared["level"])
-  return tuple(100 * math.exp(x) for x in (statistics.fmean(logs), low, high))
+def score(cell: Cell, study: Study) -> tuple[float, float, float]:
+  """Returns a row's percent of wrong phonemes, or its BLEU, with its interval of 95 %."""
+  is_translation = cell.task.startswith(TRANSLATION.task)
+  measure = "BLEU" if is_translation else "ln phoneme error rate"
+  of = [*statistic.of_seeds(cell, measure, study).values()]
+  found = (statistics.fmean(of), *statistic.interval(of, study.declared["level"]))
+  return found if is_translation else tuple(100 * math.exp(x) for x in found)
 
 
-def price(cell: Cell, study: Study) -> float:
+def price(cell: Cell, dense: Cell, study: Study) -> float:
   """Returns the training FLOPs of a row over those of the wide dense network."""
-  flops = lambda cell: study.records[study.runs(cell)[0]]["flops"]
-  return flops(cell) / flops(word_cell("dense", "-"))
+  flops, most = (study.records[study.runs(each)[0]]["flops"] for each in (cell, dense))
+  return flops / most
 
 
 def program(rows: Mapping[str, Row]) -> str:
@@ -173,29 +201,30 @@ def program(rows: Mapping[str, Row]) -> str:
   return f'{rate}, `recipe("{row.recipe}", phases={phases}{fields})`'.replace("'", '"')
 
 
-def choice(study: Study, rows: Sequence[str], cell_of) -> list[str]:
-  """Returns rows of words that are held out: their scores, prices and code, where all seeds ran.
+def choice(study: Study, subject: Subject, rows: Sequence[str], cell_of) -> list[str]:
+  """Returns rows of a subject: their scores, prices and code, where all seeds ran.
 
   Args:
     study: with its records.
-    rows: to show.
+    subject: of the rows.
+    rows: to show, the wide dense network first.
     cell_of: row, pattern -> what ran.
   """
   lines = []
   for row in rows:
-    at = {pattern: cell_of(row, pattern) for pattern in patterns_of(row)}
+    at = {pattern: cell_of(row, pattern) for pattern in subject.patterns(row)}
     at = {pattern: cell for pattern, cell in at.items() if cell in study.seeds}
     scores = {
-      pattern: "{:.1f} ({:.1f} to {:.1f})".format(*wrong_phonemes(cell, study))
-      + f", {price(cell, study):.2f}"
+      pattern: "{:.1f} ({:.1f} to {:.1f})".format(*score(cell, study))
+      + f", {price(cell, cell_of(rows[0], pattern), study):.2f}"
       for pattern, cell in at.items()
       if is_whole(cell, study)
     }
     trained = {pattern: row_of(study, cell.row) for pattern, cell in at.items()}
     trained = {pattern: each for pattern, each in trained.items() if each}
-    cells = [scores.get(pattern, "") for pattern in PATTERNS]
+    cells = [scores.get(pattern, "") for pattern in subject.suffixes]
     lines.append([label(row), *cells, program(trained) if trained else ""])
-  return table(["", *PATTERNS, "how"], lines)
+  return table(["", *subject.suffixes, "how"], lines)
 
 
 def packed_weights() -> list[str]:
@@ -217,7 +246,7 @@ def packed_weights() -> list[str]:
 
 def explored(study: Study) -> list[str]:
   """Returns contrasts of words that no hypothesis asked."""
-  pair = lambda row, over, p: Pair(word_cell(row, p), word_cell(over, p))
+  pair = lambda row, over, p: Pair(WORDS.cell(row, p), WORDS.cell(over, p))
   contrast = lambda pair, beyond=None: Contrast(pair, beyond, "ln phoneme error rate", "less")
   low, high = patterns = ("1:8", "1:16")
   families = [[contrast(pair(LINEAR, EXPONENTIAL, pattern))] for pattern in patterns]
@@ -258,11 +287,18 @@ def tuning(study: Study) -> list[str]:
   return table(("recipe", gain, "best rate", "best lambda", "then over `sr_ste` (H3)"), lines)
 
 
-def tuned_on_words(study: Study) -> list[str]:
-  """Returns the best run of each row that was tuned on words, the best row of a pattern first."""
-  lines = []
+def tuned_rows(study: Study, subject: Subject, judge: str, form: str) -> list[str]:
+  """Returns the best run of each tuned row of a subject, the best row of a pattern first.
+
+  Args:
+    study: with its records.
+    subject: of the rows.
+    judge: what `tuning_losses` are.
+    form: how to write one.
+  """
+  found = []
   for name, tried in study.tried.items():
-    suffix = next((x for x in TUNED_AT.values() if name.endswith(x)), "")
+    suffix = next((x for x in subject.suffixes.values() if name.endswith(x)), "")
     if not suffix or row_of(study, name) is None:
       continue
     best = tuned(study, name)
@@ -270,12 +306,14 @@ def tuned_on_words(study: Study) -> list[str]:
     lam = "" if row.lam is None else f", lambda {row.lam:g}"
     dense = f", {row.dense} % dense" if row.sparse else ""
     finetune = f", {row.finetune} % fine-tuning" if row.gradient else ""
-    wrong = f"{100 * tuning_losses(study, best)[0]:.1f}"
+    (loss,) = tuning_losses(study, best)
     setting = f"rate {row.rate:g}{lam}{dense}{finetune}"
-    lines.append([name.removesuffix(suffix), best.pattern, str(len(tried)), wrong, setting])
-  head = ("row", "pattern", "settings tried", "wrong phonemes of the best, %", "it has")
-  in_order = lambda line: (("-", *PATTERNS).index(line[1]), float(line[3]))
-  return table(head, sorted(lines, key=in_order))
+    line = [
+      name.removesuffix(suffix), best.pattern, str(len(tried)), form.format(loss), setting
+    ]  # fmt: skip
+    found.append(((("-", *PATTERNS).index(best.pattern), loss), line))
+  head = ("row", "pattern", "settings tried", f"{judge} of the best", "it has")
+  return table(head, [line for _, line in sorted(found)])
 
 
 def verdict_lines(verdicts: Sequence[Verdict]) -> list[str]:
@@ -368,10 +406,9 @@ def readme(study: Study) -> list[str]:
   """Returns README's lines: the rows of two patterns that ran, tuned, on held-out words."""
   lines = []
   for pattern in ("1:8", "1:16"):
-    cells = {row: tuned_cell(row, pattern) for row in TUNED if pattern in patterns_of(row)}
-    scores = {
-      row: wrong_phonemes(cell, study) for row, cell in cells.items() if is_whole(cell, study)
-    }
+    rows = [row for row in WORDS.rows if pattern in WORDS.patterns(row)]
+    cells = {row: WORDS.tuned(row, pattern) for row in rows}
+    scores = {row: score(cell, study) for row, cell in cells.items() if is_whole(cell, study)}
     said = ", ".join(
       "`{}` {:.1f} % ({:.1f} to {:.1f})".format(row, *scores[row])
       for row in sorted(scores, key=scores.__getitem__)
@@ -391,14 +428,15 @@ def pages(study: Study) -> dict[str, dict[str, list[str]]]:
   """Returns page -> part -> its lines."""
   verdicts = statistic.verdicts(study)
   results = {
-    "choice": choice(study, TUNED, tuned_cell),
+    "choice": choice(study, WORDS, WORDS.rows, WORDS.tuned),
     "packed": packed_weights(),
     "claims": claims(verdicts),
   }
   appendix = {
     "amount": amount(study),
-    "tuned": tuned_on_words(study),
-    "untuned": choice(study, UNTUNED, word_cell),
+    "tuned": tuned_rows(study, WORDS, "wrong phonemes", "{:.1%}"),
+    "untuned": choice(study, WORDS, UNTUNED, WORDS.cell),
+    "translation tuned": tuned_rows(study, TRANSLATION, "cross-entropy", "{:.3f}"),
     "explored": explored(study),
     "lambda": lambda_lines(study),
     "tuning": tuning(study),

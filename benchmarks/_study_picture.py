@@ -34,15 +34,16 @@ def price(study: Study) -> Figure:
   """Returns wrong phonemes of tuned rows over training FLOPs, one panel for each pattern."""
   figure = Figure(figsize=(9.5, 3.6), layout="constrained")
   for axes, pattern in zip(figure.subplots(1, 2, sharey=True), ("1:8", "1:16"), strict=True):
-    for row in page.TUNED:
-      cell = page.tuned_cell(row, pattern)
-      if pattern not in page.patterns_of(row) or not page.is_whole(cell, study):
+    for row in page.WORDS.rows:
+      cell = page.WORDS.tuned(row, pattern)
+      if pattern not in page.WORDS.patterns(row) or not page.is_whole(cell, study):
         continue
-      mean, low, high = page.wrong_phonemes(cell, study)
+      mean, low, high = page.score(cell, study)
       recipe, _, form = row.partition(",")
       colour = COLOURS[recipe.partition(" of ")[0]]
       # The two forms of SR-STE cost the same: side by side both are seen.
-      x = page.price(cell, study) + (0.03 if "decoupled" in form else 0)
+      dense = page.WORDS.tuned("dense", pattern)
+      x = page.price(cell, dense, study) + (0.03 if "decoupled" in form else 0)
       is_hollow = "decoupled" in form or row in page.SMALL
       axes.errorbar(
         x, mean, yerr=[[mean - low], [high - mean]], fmt="o", capsize=3, color=colour,
