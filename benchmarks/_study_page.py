@@ -144,16 +144,23 @@ def show_p(p: float) -> str:
   return f"{p:.3f}".removeprefix("0")
 
 
+def bare(row: str) -> str:
+  """Returns a row's name without where it is tuned: at the pattern of its contrast."""
+  for suffix in (*WORDS.suffixes.values(), *TRANSLATION.suffixes.values()):
+    row = row.removesuffix(suffix)
+  return label(row)
+
+
 def name_of(contrast: Contrast) -> str:
   """Says which cells a contrast compares."""
   row, over = contrast.pair
-  text = f"{TASKS[row.task]}, {row.pattern}: {label(row.row)} over {label(over.row)}"
+  text = f"{TASKS[row.task]}, {row.pattern}: {bare(row.row)} over {bare(over.row)}"
   if over.pattern not in (row.pattern, "-"):
     text += f" at {over.pattern}"
   if contrast.beyond:
     other = contrast.beyond.row
     same = (row.row, over.row) == (other.row, contrast.beyond.over.row)
-    pair = "" if same else f" {label(other.row)} over {label(contrast.beyond.over.row)}"
+    pair = "" if same else f" {bare(other.row)} over {bare(contrast.beyond.over.row)}"
     text += f", beyond{pair}" + (f" {other.pattern}" if other.pattern != row.pattern else "")
   return text
 

@@ -70,7 +70,7 @@ def forest(study: Study) -> Figure:
     for verdict in statistic.verdicts(study)
     if verdict.word in ("supported", "contradicted")
     for shown in verdict.shown
-    if shown.contrast.measure != "points"
+    if shown.contrast.measure.startswith("ln ")
   ]
   figure = Figure(figsize=(9.5, 0.8 + 0.36 * len(shown)), layout="constrained")
   axes = figure.subplots()
