@@ -96,7 +96,7 @@ TRANSLATION = Subject(
 CLAIMS = (
   ("Recipes that let gradients flow beat SR-STE at high sparsity.",
    ("H1", "H7", "H11", "H12", "H13", "H14", "H24", "H25"),
-   "H14, H24 and H25 over a tuned SR-STE, the others over one at lambda 2e-4"),
+   "H14, H24 and H25 (translation) over a tuned SR-STE, the others over one at lambda 2e-4"),
   ("High sparsity makes gradients noisier, and decay takes noise away.", ("H4", "H10", "H22"),
    "at the same loss; only in H22 are both sparse by then"),
   ("The gain grows with sparsity.", ("H5", "H9", "H18"),
