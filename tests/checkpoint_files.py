@@ -34,7 +34,8 @@ def save(folder, variables, rules):
     tree["flax_mutables"]["batch_stats"] = variables["batch_stats"]
   if rules is not None:
     text = np.asarray(rules_text.pack(rules_text.describe(rules)))
-    tree["flax_mutables"]["nm_sparsity"] = {"step": np.int32(7), "rules": text}
+    kept = {**variables.get("nm_sparsity", {}), "step": np.int32(7), "rules": text}
+    tree["flax_mutables"]["nm_sparsity"] = kept
   checkpoint.write(f"{folder}/checkpoint_7", {key: np.asarray(x) for key, x in flatten(tree)})
 
 

@@ -45,6 +45,7 @@ DENSE = dict(recipe="dense", pattern=None, dense_steps=0, finetune_steps=0)
 FF = {"ff": None}
 PHASES = nms.Phases(total=24, dense=8, finetune=4)
 DECOUPLED = nms.recipe("sr_ste", pattern="1:4", phases=PHASES, decoupled=True)
+S_STE = nms.recipe("s_ste", pattern="2:4", phases=PHASES)
 MODELS, STREAMS, INITIAL = {}, {}, {}
 ADAMW = optax.adamw(0.01)
 EVALUATION = functools.partial(text.Evaluation, batch_size=32)
@@ -195,7 +196,8 @@ def test_a_decoupled_term_decays_by_the_rate_of_the_run(tmp_path):
 
 def hard(folder, **fields):
   """A run of all that is drawn, kept or decays: masks, dropout, a mixture; on several devices."""
-  source, places = source_of(name="tests_mixed", pack=True), FF | {"qkv": DECOUPLED}
+  places = FF | {"qkv": DECOUPLED, "o": S_STE}
+  source = source_of(name="tests_mixed", pack=True)
   model = model_of(4, 2, dropout=0.1, source=source, places=places)
   return run_of(folder, model, microbatches=2, **{"learning_rate": falling} | fields)
 

@@ -20,16 +20,19 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 with warnings.catch_warnings(action="ignore"):
   import test_local  # (it skips as well)
 
-RULES = nms.configure.rules({"ff": "1:8", "qkv": "2:4"}, "sr_ste", sparse_steps=7)
+# Its deployed values are scaled.
+RULES = nms.configure.rules({"ff": "1:8", "qkv": "2:4"}, "s_ste", sparse_steps=7)
 
 
 @pytest.fixture(scope="module")
 def finalized(tmp_path_factory):
   """A finalized checkpoint of the network of local_tiny.gin, of random weights that say much."""
   folder = tmp_path_factory.mktemp("finalized")
-  params = nms.finalize(drawn(test_local.model_of().shapes, 0.3), RULES, 7)
-  save(folder, {"params": params}, RULES)
-  return folder / "checkpoint_7"
+  weights = drawn(test_local.model_of().shapes, 0.3)
+  state = nms.init_state(weights, RULES)
+  save(folder / "run", {"params": weights, "nm_sparsity": state}, RULES)
+  assert cli.main(["finalize", str(folder / "run"), str(folder / "done")]) == 0
+  return folder / "done/checkpoint_7"
 
 
 def words(program, path, out, **macros):

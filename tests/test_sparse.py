@@ -170,11 +170,13 @@ def test_200_steps_in_place_are_those_of_a_loop_of_the_pieces(name):
     assert not is_two_of_eight(now[2]) and nms.verify(at(params, -1), RULES).ok
 
 
-def test_a_decoupled_term_is_adamws_decay_by_hand():
+@pytest.mark.parametrize("given", [lambda make: make, optax.inject_hyperparams])
+def test_a_decoupled_term_is_adamws_decay_by_hand(given):
   """20 steps of AdamW in numpy; what a mask prunes decays by a schedule of its own."""
   names, rate, own = ["sr_ste_decoupled"], lambda t: 0.02 / (1 + t), lambda t: 0.2 * 0.9**t
   rules = rules_of(names, phases=nms.Phases(total=20, dense=3))
-  tx = nms.sparse(optax.adamw(rate, weight_decay=0.1), rules, learning_rate=own)
+  adamw = optax.adamw(rate, weight_decay=0.1)
+  tx = given(lambda learning_rate: nms.sparse(adamw, rules, learning_rate))(learning_rate=own)
   (params, target), update = (params_of(seed, names=names) for seed in (0, 1)), jax.jit(tx.update)
   opt, (w, goal) = tx.init(params), (np.float64(x[names[0]]["kernel"]) for x in (params, target))
   m = v = np.zeros_like(w)
@@ -279,11 +281,12 @@ def test_what_is_skipped_counts_nothing():
   tx = nms.sparse(INNER, rules_of(names), learning_rate=RATE)
 
   def fed(tx, grads):
-    update, params = jax.jit(functools.partial(relaxed, tx.update)), params_of(names=names)
+    params = params_of(names=names)
     opt = tx.init(params)
-    for g in grads:
-      updates, opt = update(g, opt, params)
-      params = optax.apply_updates(params, updates)
+    with jax.disable_jit():  # else XLA fuses the two programs in other ways
+      for g in grads:
+        updates, opt = relaxed(tx.update, g, opt, params)
+        params = optax.apply_updates(params, updates)
     return params, transform.states(opt, transform.SparseState)[0]
 
   grads = [params_of(10 + i, names=names) for i in range(6)]
@@ -294,8 +297,7 @@ def test_what_is_skipped_counts_nothing():
     (optax.apply_if_finite(tx, 3), [bad, *grads[:3], bad, bad, *grads[3:]]),
   ):
     got, state = fed(around, given)
-    close(got, params, 1e-5)
-    same(state.masks["mask"], opt.masks["mask"])
+    same((got, state.dense, state.masks), (params, opt.dense, opt.masks))
     assert nms.step_count(state) == state.masks["step"] == 6
 
 

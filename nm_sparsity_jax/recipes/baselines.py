@@ -67,7 +67,8 @@ class SrSte(Recipe):
 
   `eta` is the `learning_rate` of `nms.sparse`: that of the optimizer, or a schedule of its own.
   The trainer of T5X and the local runner give theirs. So a pruned weight that has no gradient
-  shrinks by exp(-lam * sum of eta), whatever its v.
+  becomes (1 - lam * eta) * W at each step, whatever its v. It changes its sign where lam * eta is
+  above 1, and grows above 2.
 
   Tune lam together with the rate. A rule: masks should flip no faster than those of dense weights,
   but not much slower (Hu et al., "Accelerating transformer pre-training with 2:4 sparsity", ICML

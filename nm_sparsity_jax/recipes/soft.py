@@ -32,7 +32,7 @@ class SSte(TakenOnce):
   What is deployed is scaled, too.
 
   Weights that tie with t become 0, so a group may keep fewer than n. The mask marks the weights
-  whose S(W) is not 0. A group with inf or NaN, as in a run that diverged, gives NaN.
+  whose S(W) is not 0. A group with inf or NaN, as in a run that diverged, gives inf or NaN.
 
   Reference: Hu, Zhu and Chen, "S-STE: continuous pruning function for efficient 2:4 sparse
   pre-training", NeurIPS 2024, arXiv:2409.09099. Other n:m than 2:4 are ours; pruned gradients and
@@ -68,6 +68,9 @@ class SSte(TakenOnce):
 
   def chosen(self, w, step, axis, stored):
     return self._soft(w, axis=axis) != 0
+
+  def was_kept(self, w, seen, decay, mask):
+    return (decay == 1) | (seen != 0)
 
   def effective(self, w, step, axis=0, mask=None):
     still = lax.stop_gradient(w)

@@ -74,7 +74,7 @@ def adamw(
       adamw(1e-3, weight_decay=0.05, clip_norm=1.0)
 
   Biases, norms, tokens and embeddings of positions are not decayed. SR-STE's term is part of the
-  gradient that is clipped.
+  gradient that is clipped, unless it is decoupled.
 
   Args:
     learning_rate: a number, or step -> number, such as `learning_rate` makes.

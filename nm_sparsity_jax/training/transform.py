@@ -91,8 +91,8 @@ def sparse(
   updates a step, and both count. `schedule_free` averages W.
 
   `optax.MultiSteps` and `optax.apply_if_finite` go around `sparse`. They skip an update or pass it
-  on whole, and a skipped update does not count. `optax.masked` and `optax.multi_transform` may go
-  inside or around. Nothing else goes around: a later link of a chain, for example, changes the
+  on whole, and a skipped update does not count. `optax.masked`, `optax.multi_transform` and
+  `optax.inject_hyperparams` may go inside or around. Nothing else goes around: a later link of a chain, for example, changes the
   updates, and the parameters are then not W~. `sparse` cannot see that, but `nms.step_count` and
   `nms.dense_params` refuse the states of optax' wrappers. `nms.verify` says "NOT n:m" where the
   parameters are not W~.
@@ -366,9 +366,10 @@ def add_sr_ste(
     # The mask of the forward pass of this step, made anew: nothing carries it here.
     kept = site.mask(w, *stored.current(site, step, state))
     pruned = jnp.where(kept, jnp.zeros_like(w), w)
-    # In float32, since lambda * W may be a subnormal of a narrower dtype.
-    lam = jnp.float32(site.recipe.lam * scale)
-    return x + (lam * pruned.astype(jnp.float32)).astype(x.dtype)
+    # In float32 at least, since lambda * W may be a subnormal of a narrower dtype.
+    wide = wider(w.dtype)
+    lam = jnp.asarray(site.recipe.lam * scale, wide)
+    return x + (lam * pruned.astype(wide)).astype(x.dtype)
 
   return map_with_names(add, tree)
 
