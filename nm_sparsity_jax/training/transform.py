@@ -92,10 +92,10 @@ def sparse(
 
   `optax.MultiSteps` and `optax.apply_if_finite` go around `sparse`. They skip an update or pass it
   on whole, and a skipped update does not count. `optax.masked`, `optax.multi_transform` and
-  `optax.inject_hyperparams` may go inside or around. Nothing else goes around: a later link of a chain, for example, changes the
-  updates, and the parameters are then not W~. `sparse` cannot see that, but `nms.step_count` and
-  `nms.dense_params` refuse the states of optax' wrappers. `nms.verify` says "NOT n:m" where the
-  parameters are not W~.
+  `optax.inject_hyperparams` may go inside or around. Nothing else goes around: a later link of a
+  chain, for example, changes the updates, and the parameters are then not W~. `sparse` cannot see
+  that, but `nms.step_count` and `nms.dense_params` refuse the states of optax' wrappers.
+  `nms.verify` says "NOT n:m" where the parameters are not W~.
 
   One `tx` is for one mesh of devices, since `init` notes how parameters are sharded.
 
