@@ -371,14 +371,30 @@ def cells(verdicts: Sequence[Verdict], study: Study) -> list[str]:
       f"{100 * statistics.fmean(record['accuracy'] for record in found):.2f}",
       f"{geometric(found, 'cross_entropy'):.4f}",
       f"{100 * geometric(found, wrong):.2f}" if wrong in found[0] else "",
+      f"{statistics.fmean(record['bleu'] for record in found):.2f}" if "bleu" in found[0] else "",
       f"{found[0]['flops'] / 1e12:.2f}",
       f"{math.exp(statistics.fmean(noise.values())):.1f}" if len(noise) == len(found) else "",
     ])  # fmt: skip
   head = (
     "task", "pattern", "row", "steps", "seeds", "accuracy, %", "cross-entropy", "wrong phonemes, %",
-    "TFLOPs", "noise",
+    "BLEU", "TFLOPs", "noise",
   )  # fmt: skip
   return table(head, lines)
+
+
+def samples(study: Study) -> list[str]:
+  """Returns what each row makes of the first sentences of its test, by its first seed."""
+  said = {}
+  for pattern in TRANSLATION.suffixes:
+    for row in TRANSLATION.rows:
+      cell = TRANSLATION.tuned(row, pattern)
+      if pattern in TRANSLATION.patterns(row) and is_whole(cell, study):
+        name = row if row.startswith("dense") else f"{row}, {pattern}"
+        said[name] = study.records[study.runs(cell)[0]]["samples"]
+  first = next(iter(said.values()), ())
+  told = [("English", [x["english"] for x in first]), ("reference", [x["german"] for x in first])]
+  told += [(name, [x["said"] for x in found]) for name, found in said.items()]
+  return table(["", *map(str, range(1, 1 + len(first)))], [[name, *of] for name, of in told])
 
 
 def rebus(study: Study) -> list[str]:
@@ -436,6 +452,7 @@ def pages(study: Study) -> dict[str, dict[str, list[str]]]:
   verdicts = statistic.verdicts(study)
   results = {
     "choice": choice(study, WORDS, WORDS.rows, WORDS.tuned),
+    "translation": choice(study, TRANSLATION, TRANSLATION.rows, TRANSLATION.tuned),
     "packed": packed_weights(),
     "claims": claims(verdicts),
   }
@@ -444,6 +461,7 @@ def pages(study: Study) -> dict[str, dict[str, list[str]]]:
     "tuned": tuned_rows(study, WORDS, "wrong phonemes", "{:.1%}"),
     "untuned": choice(study, WORDS, UNTUNED, WORDS.cell),
     "translation tuned": tuned_rows(study, TRANSLATION, "cross-entropy", "{:.3f}"),
+    "samples": samples(study),
     "explored": explored(study),
     "lambda": lambda_lines(study),
     "tuning": tuning(study),

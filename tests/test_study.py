@@ -120,8 +120,10 @@ def test_cells_by_numpy():
     at.setdefault(key, {})[record["seed"]] = record
   tables = {said: task for task, said in page.TASKS.items()}
   of = lambda key, name: np.array([found[name] for _, found in sorted(at[key].items())])
-  for task, *cell, count, accuracy, ce, _, flops, _ in part("cells"):
+  for task, *cell, count, accuracy, ce, _, bleu, flops, _ in part("cells"):
     key = tables[task], *cell
     assert accuracy == f"{100 * of(key, 'accuracy').mean():.2f}" and count == f"{len(at[key])}"
     assert ce == f"{np.exp(np.log(of(key, 'cross_entropy')).mean()):.4f}"
     assert flops == f"{of(key, 'flops')[0] / 1e12:.2f}"
+    if bleu:
+      assert bleu == f"{of(key, 'bleu').mean():.2f}"
