@@ -69,9 +69,6 @@ class SSte(TakenOnce):
   def chosen(self, w, step, axis, stored):
     return self._soft(w, axis=axis) != 0
 
-  def was_kept(self, w, seen, decay, mask):
-    return (decay == 1) | (seen != 0)
-
   def effective(self, w, step, axis=0, mask=None):
     still = lax.stop_gradient(w)
     dense = super().effective(still, step, axis, mask)  # NaN where no step was given
