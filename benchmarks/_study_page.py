@@ -190,7 +190,7 @@ def price(cell: Cell, dense: Cell, study: Study) -> float:
 
 
 def program(rows: Mapping[str, Row]) -> str:
-  """Returns the rates and the code of a row, in a program of T steps.
+  """Returns the rates and the code of a row, in a program of T steps and the pattern P.
 
   Args:
     rows: pattern -> how the row trains there; they differ by rate alone.
@@ -202,14 +202,14 @@ def program(rows: Mapping[str, Row]) -> str:
   if not row.sparse:
     return rate
   finetune = f", finetune={row.finetune} * T // 100" if row.gradient else ""
-  phases = f"Phases(total=T, dense={row.dense} * T // 100{finetune})"
+  phases = f"nms.Phases(total=T, dense={row.dense} * T // 100{finetune})"
   given = {"gradient": row.gradient, "lam": row.lam, "decoupled": row.decoupled or None}
   fields = "".join(f", {name}={x!r}" for name, x in given.items() if x is not None)
-  return f'{rate}, `recipe("{row.recipe}", phases={phases}{fields})`'.replace("'", '"')
+  return f'{rate}, `nms.recipe("{row.recipe}", pattern=P, phases={phases}{fields})`'.replace("'", '"')
 
 
 def choice(study: Study, subject: Subject, rows: Sequence[str], cell_of) -> list[str]:
-  """Returns rows of a subject: their scores, prices and code, where all seeds ran.
+  """Returns rows of a subject: their scores, prices and code; "" where a run is missing.
 
   Args:
     study: with its records.
@@ -229,7 +229,7 @@ def choice(study: Study, subject: Subject, rows: Sequence[str], cell_of) -> list
     }
     trained = {pattern: row_of(study, cell.row) for pattern, cell in at.items()}
     trained = {pattern: each for pattern, each in trained.items() if each}
-    cells = [scores.get(pattern, "") for pattern in subject.suffixes]
+    cells = [scores.get(pattern, "" if pattern in at else "–") for pattern in subject.suffixes]
     lines.append([label(row), *cells, program(trained) if trained else ""])
   return table(["", *subject.suffixes, "how"], lines)
 
@@ -294,14 +294,13 @@ def tuning(study: Study) -> list[str]:
   return table(("recipe", gain, "best rate", "best lambda", "then over `sr_ste` (H3)"), lines)
 
 
-def tuned_rows(study: Study, subject: Subject, judge: str, form: str) -> list[str]:
+def tuned_rows(study: Study, subject: Subject, said: Mapping[str, Any]) -> list[str]:
   """Returns the best run of each tuned row of a subject, the best row of a pattern first.
 
   Args:
     study: with its records.
     subject: of the rows.
-    judge: what `tuning_losses` are.
-    form: how to write one.
+    said: the head of a column -> what it says of the best run, and of the runs of all settings.
   """
   found = []
   for name, tried in study.tried.items():
@@ -314,18 +313,21 @@ def tuned_rows(study: Study, subject: Subject, judge: str, form: str) -> list[st
     dense = f", {row.dense} % dense" if row.sparse else ""
     finetune = f", {row.finetune} % fine-tuning" if row.gradient else ""
     (loss,) = tuning_losses(study, best)
+    of = {cell: study.records[run] for cell in tried for run in study.runs(cell)}
+    scores = [say(of[best], [*of.values()]) for say in said.values()]
     setting = f"rate {row.rate:g}{lam}{dense}{finetune}"
-    line = [
-      name.removesuffix(suffix), best.pattern, str(len(tried)), form.format(loss), setting
-    ]  # fmt: skip
+    line = [name.removesuffix(suffix), best.pattern, str(len(tried)), *scores, setting]
     found.append(((("-", *PATTERNS).index(best.pattern), loss), line))
-  head = ("row", "pattern", "settings tried", f"{judge} of the best", "it has")
+  head = ("row", "pattern", "settings tried", *said, "it has")
   return table(head, [line for _, line in sorted(found)])
 
 
 def verdict_lines(verdicts: Sequence[Verdict]) -> list[str]:
-  lines = ([v.hypothesis.name, v.hypothesis.says, f"**{v.word}**", v.why] for v in verdicts)
-  return table(("", "hypothesis", "verdict", "contrasts"), lines)
+  lines = (
+    [v.hypothesis.name, v.hypothesis.says, f"**{v.word}**", v.hypothesis.needs, v.why]
+    for v in verdicts
+  )
+  return table(("", "hypothesis", "verdict", "it needs", "contrasts"), lines)
 
 
 def claims(verdicts: Sequence[Verdict]) -> list[str]:
@@ -458,9 +460,15 @@ def pages(study: Study) -> dict[str, dict[str, list[str]]]:
   }
   appendix = {
     "amount": amount(study),
-    "tuned": tuned_rows(study, WORDS, "wrong phonemes", "{:.1%}"),
+    "tuned": tuned_rows(study, WORDS, {
+      "wrong phonemes of the best": lambda best, _: f"{best['phoneme_error_rate']:.1%}",
+    }),
     "untuned": choice(study, WORDS, UNTUNED, WORDS.cell),
-    "translation tuned": tuned_rows(study, TRANSLATION, "cross-entropy", "{:.3f}"),
+    "translation tuned": tuned_rows(study, TRANSLATION, {
+      "cross-entropy of the best": lambda best, _: f"{best['cross_entropy']:.3f}",
+      "its BLEU": lambda best, _: f"{best['bleu']:.1f}",
+      "largest BLEU": lambda _, tried: f"{max(record['bleu'] for record in tried):.1f}",
+    }),
     "samples": samples(study),
     "explored": explored(study),
     "lambda": lambda_lines(study),

@@ -9,7 +9,9 @@ fine-tune phase on, so every one (`Dense` apart) is binary n:m there.
 
 With Phi the magnitude mask of the pattern that holds at step t and j = t - dense,
 
-    W~ = W * (Phi + D(j) * (1 - Phi)).
+    W~ = W * (Phi + D(j) * (1 - Phi)),
+
+but for `s_ste`, which has a soft threshold in place of a mask.
 
 Reference of all but the baselines: Bambhaniya et al., "Progressive Gradient Flow for Robust
 N:M Sparsity Training in Transformers", CPAL 2025, arXiv:2402.04744.

@@ -80,7 +80,7 @@ class SrSte(Recipe):
 
   Attributes:
     pattern: what to keep.
-    phases: hard masks from step `phases.dense` on.
+    phases: hard masks from step `phases.dense` on. `phases.finetune` changes nothing.
     lam: the weight lambda of the term that decays pruned weights; None = 2e-4, or 0.2 where it is
       decoupled. `dataclasses.replace` of `decoupled` alone keeps it.
     decoupled: whether the term acts beside the update, not in the gradient.

@@ -71,7 +71,7 @@ def recipe(
     name: one of `RECIPES`.
     pattern: the target.
     phases: the steps of the sparse run.
-    **fields: more fields of the recipe.
+    **fields: the other fields of its class, such as `lam` of `nms.recipes.SrSte`.
   """
   # None is how a gin file says that a macro is not set, so one file serves all recipes.
   given = {k: v for k, v in fields.items() if v is not None}
@@ -79,5 +79,6 @@ def recipe(
   try:
     call = inspect.signature(cls).bind(pattern=pattern, phases=phases, **given)
   except TypeError as e:
-    raise ValueError(f"the recipe {name!r} {e}, which is no field of it.") from None
+    fields = ", ".join(inspect.signature(cls).parameters)
+    raise ValueError(f"the recipe {name!r} {e}: its fields are {fields}.") from None
   return cls(**call.kwargs)

@@ -41,7 +41,7 @@ class SSte(TakenOnce):
   Attributes:
     pattern: what to keep.
     phases: dense until step `phases.dense`, where the scale is taken (from the initial weights
-      when 0).
+      when 0). `phases.finetune` changes nothing, since D is 0 already.
   """
 
   name: ClassVar[str] = "s_ste"

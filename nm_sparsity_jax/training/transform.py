@@ -84,7 +84,8 @@ def sparse(
       W~  = W * (mask + D(t + 1) * (1 - mask)),   the new `params`
 
   where pull_back(g) is g * (mask + D(t) * (1 - mask)), or g itself, by the recipe's gradient mode.
-  A `decoupled` term is in the second line instead: W also loses eta(t) * lam * (1 - mask) * W.
+  A `decoupled` term is in the second line instead: W also loses eta(t) * lam * (1 - mask) * W. Of
+  `s_ste` W~ is another function of W: see `nms.recipes.SSte`.
 
   Transformations that move parameters go inside: clipping, schedules, `optax.flatten`, and
   `mechanize`, `sam` and `schedule_free` of `optax.contrib`. They then move W. `sam` takes two
@@ -95,7 +96,7 @@ def sparse(
   `optax.inject_hyperparams` may go inside or around. Nothing else goes around: a later link of a
   chain, for example, changes the updates, and the parameters are then not W~. `sparse` cannot see
   that, but `nms.step_count` and `nms.dense_params` refuse the states of optax' wrappers.
-  `nms.verify` says "NOT n:m" where the parameters are not W~.
+  `nms.verify` says "NOT n:m" once such a wrapper has changed a zero.
 
   One `tx` is for one mesh of devices, since `init` notes how parameters are sharded.
 
