@@ -189,7 +189,7 @@ def versions(packages) -> dict[str, str]:
 
 
 def kept(report) -> float:
-  """Returns the mean density of the sparse places of a proof, which must hold."""
+  """Returns the mean density of sparse weights; raises where one is not n:m."""
   if not report.ok:
     raise AssertionError(f"weights are not what they should be:\n{report}")
   return float(np.mean([place.density for place in report.sites]))

@@ -63,7 +63,7 @@ class Gate(NamedTuple):
 class Hypothesis(NamedTuple):
   """One family of contrasts, corrected together.
 
-  `seeds` are those of its contrasts. A cell that an earlier hypothesis has too keeps its seeds.
+  `seeds` are those of its cells that no earlier stage of the queue has.
   """
 
   name: str

@@ -1,13 +1,12 @@
 """How noisy a gradient is: batches of one size at one state of a run, by the weights in use.
 
-weights, step, 16 batches of fresh examples -> 16 gradients -> noise, loss, flips of the mask
+weights, step, 16 batches of fresh examples -> 16 gradients -> noise, loss
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,13 +20,21 @@ APART = 2**31 - 1  # folded into the key of training: no step of a run is that o
 
 
 @functools.lru_cache(maxsize=64)
-def _measure(task, row, rules, batches: int):
-  """Returns the compiled measurement of a row: noise, loss, and the masks in use."""
+def onlooker(task, row, rules: nms.Rules, batches: int):
+  """Returns what measures a run at a step, (carry, step, data) -> its figures, and changes nothing.
+
+  Args:
+    task: of `_recipes_tasks`; it draws fresh examples for every step.
+    row: how the run trains.
+    rules: of the run.
+    batches: whose gradients are compared.
+  """
   network = task.network(row.ff)
   small = dataclasses.replace(task, examples=EXAMPLES)
 
   @jax.jit
-  def measure(params, opt_state, step, data):
+  def measure(carry, step, data):
+    params, opt_state = carry
     dense = nms.dense_params(params, opt_state)
     masks = nms.metrics.masks_of(dense, rules, step, opt_state.masks)
     fresh = data | {"train": jax.random.fold_in(data["train"], APART)}
@@ -43,7 +50,7 @@ def _measure(task, row, rules, batches: int):
       return loss, {path: flat[path] * mask for path, mask in masks.items()}
 
     losses, grads = jax.lax.map(one, step * batches + jnp.arange(batches))
-    return noise(grads), losses.mean(), masks
+    return {"noise": noise(grads), "noise_loss": losses.mean()}
 
   return measure
 
@@ -60,24 +67,3 @@ def noise(grads: dict[str, jax.Array]) -> jax.Array:
   spread = sum(jnp.sum(jnp.var(g, axis=0, ddof=1)) for g in grads.values())
   length = sum(jnp.sum(jnp.square(jnp.mean(g, axis=0))) for g in grads.values())
   return spread / jnp.maximum(length - spread / n, 1e-30)
-
-
-class Onlooker:
-  """Measures a run at its samples, without a change to it.
-
-  Args:
-    task: of `_recipes_tasks`; it draws fresh examples for every step.
-    row: how the run trains.
-    rules: of the run.
-    batches: whose gradients are compared.
-  """
-
-  def __init__(self, task, row, rules: nms.Rules, batches: int):
-    self._measure = _measure(task, row, rules, batches)
-    self._masks: dict[str, jax.Array] | None = None
-
-  def __call__(self, carry, step: int, data) -> dict[str, Any]:
-    """Returns noise, the loss of the same batches, and the flips of the mask since last time."""
-    found, loss, masks = self._measure(*carry, step, data)
-    before, self._masks = self._masks or masks, masks
-    return {"noise": found, "noise_loss": loss, "flips": nms.metrics.flip_rate(before, masks).kept}

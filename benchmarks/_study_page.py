@@ -98,7 +98,7 @@ CLAIMS = (
    ("H1", "H7", "H11", "H12", "H13", "H14", "H24", "H25"),
    "H14, H24 and H25 (translation) over a tuned SR-STE, the others over one at lambda 2e-4"),
   ("High sparsity makes gradients noisier, and decay takes noise away.", ("H4", "H10", "H22"),
-   "at the same loss; only in H22 are both sparse by then"),
+   "at the same loss; only in H22 are both sparse by then, and H10 speaks against it at 1:8"),
   ("The gain grows with sparsity.", ("H5", "H9", "H18"),
    "160 symbols at 1:16 (H9) are a floor for all rows"),
   ("The recipes are better at the same training FLOPs.", ("H6", "H17"), "H17 of words, all tuned"),
@@ -124,7 +124,7 @@ def fill(page: str, name: str, lines: Sequence[str]) -> str:
 
 
 def label(row: str) -> str:
-  """Returns a row's name as the page has it: each progressive row is `masked`."""
+  """Returns a row's name without `masked`, which the page says once of all such rows."""
   return row.replace(", masked", "")
 
 
@@ -157,10 +157,12 @@ def name_of(contrast: Contrast) -> str:
   text = f"{TASKS[row.task]}, {row.pattern}: {bare(row.row)} over {bare(over.row)}"
   if over.pattern not in (row.pattern, "-"):
     text += f" at {over.pattern}"
+  if row.budget != over.budget:
+    text += ", same training FLOPs"
   if contrast.beyond:
     other = contrast.beyond.row
-    same = (row.row, over.row) == (other.row, contrast.beyond.over.row)
-    pair = "" if same else f" {bare(other.row)} over {bare(contrast.beyond.over.row)}"
+    names = f" {bare(other.row)} over {bare(contrast.beyond.over.row)}"
+    pair = "" if f" {bare(row.row)} over {bare(over.row)}" == names else names
     text += f", beyond{pair}" + (f" {other.pattern}" if other.pattern != row.pattern else "")
   return text
 
@@ -203,13 +205,13 @@ def program(rows: Mapping[str, Row]) -> str:
     return rate
   finetune = f", finetune={row.finetune} * T // 100" if row.gradient else ""
   phases = f"nms.Phases(total=T, dense={row.dense} * T // 100{finetune})"
-  given = {"gradient": row.gradient, "lam": row.lam, "decoupled": row.decoupled or None}
-  fields = "".join(f", {name}={x!r}" for name, x in given.items() if x is not None)
+  options = {"gradient": row.gradient, "lam": row.lam, "decoupled": row.decoupled or None}
+  fields = "".join(f", {name}={x!r}" for name, x in options.items() if x is not None)
   return f'{rate}, `nms.recipe("{row.recipe}", pattern=P, phases={phases}{fields})`'.replace("'", '"')
 
 
 def choice(study: Study, subject: Subject, rows: Sequence[str], cell_of) -> list[str]:
-  """Returns rows of a subject: their scores, prices and code; "" where a run is missing.
+  """Returns rows of a subject: their scores, prices and code; "" where they lack a run.
 
   Args:
     study: with its records.
@@ -221,12 +223,12 @@ def choice(study: Study, subject: Subject, rows: Sequence[str], cell_of) -> list
   for row in rows:
     at = {pattern: cell_of(row, pattern) for pattern in subject.patterns(row)}
     at = {pattern: cell for pattern, cell in at.items() if cell in study.seeds}
-    scores = {
-      pattern: "{:.1f} ({:.1f} to {:.1f})".format(*score(cell, study))
-      + f", {price(cell, cell_of(rows[0], pattern), study):.2f}"
-      for pattern, cell in at.items()
-      if is_whole(cell, study)
-    }
+    scores = {}
+    for pattern, cell in at.items():
+      dense = cell_of(rows[0], pattern)
+      if is_whole(cell, study) and is_whole(dense, study):
+        mean, low, high = score(cell, study)
+        scores[pattern] = f"{mean:.1f} ({low:.1f} to {high:.1f}), {price(cell, dense, study):.2f}"
     trained = {pattern: row_of(study, cell.row) for pattern, cell in at.items()}
     trained = {pattern: each for pattern, each in trained.items() if each}
     cells = [scores.get(pattern, "" if pattern in at else "–") for pattern in subject.suffixes]
@@ -304,8 +306,8 @@ def tuned_rows(study: Study, subject: Subject, said: Mapping[str, Any]) -> list[
   """
   found = []
   for name, tried in study.tried.items():
-    suffix = next((x for x in subject.suffixes.values() if name.endswith(x)), "")
-    if not suffix or row_of(study, name) is None:
+    is_mine = next(iter(tried)).task.startswith(subject.task)
+    if not is_mine or row_of(study, name) is None:
       continue
     best = tuned(study, name)
     row = tried[best]
@@ -315,10 +317,13 @@ def tuned_rows(study: Study, subject: Subject, said: Mapping[str, Any]) -> list[
     (loss,) = tuning_losses(study, best)
     of = {cell: study.records[run] for cell in tried for run in study.runs(cell)}
     scores = [say(of[best], [*of.values()]) for say in said.values()]
-    setting = f"rate {row.rate:g}{lam}{dense}{finetune}"
-    line = [name.removesuffix(suffix), best.pattern, str(len(tried)), *scores, setting]
-    found.append(((("-", *PATTERNS).index(best.pattern), loss), line))
-  head = ("row", "pattern", "settings tried", *said, "it has")
+    constant = ", constant" if row.constant else ""
+    recipe = f"{row.recipe}, " if name.startswith("progressive") else ""
+    setting = f"{recipe}rate {row.rate:g}{constant}{lam}{dense}{finetune}"
+    line = [name.partition(", tuned")[0], best.pattern, best.budget, str(len(tried))]
+    place = ("-", *PATTERNS).index(best.pattern), int(best.budget), loss
+    found.append((place, [*line, *scores, setting]))
+  head = ("row", "pattern", "steps", "settings tried", *said, "it has")
   return table(head, [line for _, line in sorted(found)])
 
 
@@ -392,11 +397,12 @@ def samples(study: Study) -> list[str]:
       cell = TRANSLATION.tuned(row, pattern)
       if pattern in TRANSLATION.patterns(row) and is_whole(cell, study):
         name = row if row.startswith("dense") else f"{row}, {pattern}"
-        said[name] = study.records[study.runs(cell)[0]]["samples"]
+        said[name] = study.records[study.runs(cell)[0]].get("samples")  # none where it diverged
+  said = {name: found for name, found in said.items() if found}
   first = next(iter(said.values()), ())
-  told = [("English", [x["english"] for x in first]), ("reference", [x["german"] for x in first])]
-  told += [(name, [x["said"] for x in found]) for name, found in said.items()]
-  return table(["", *map(str, range(1, 1 + len(first)))], [[name, *of] for name, of in told])
+  lines = [("English", [x["english"] for x in first]), ("reference", [x["german"] for x in first])]
+  lines += [(name, [x["said"] for x in found]) for name, found in said.items()]
+  return table(["", *map(str, range(1, 1 + len(first)))], [[name, *of] for name, of in lines])
 
 
 def rebus(study: Study) -> list[str]:

@@ -36,13 +36,14 @@ def price(study: Study) -> Figure:
   for axes, pattern in zip(figure.subplots(1, 2, sharey=True), ("1:8", "1:16"), strict=True):
     for row in page.WORDS.rows:
       cell = page.WORDS.tuned(row, pattern)
-      if pattern not in page.WORDS.patterns(row) or not page.is_whole(cell, study):
+      dense = page.WORDS.tuned("dense", pattern)
+      is_whole = page.is_whole(cell, study) and page.is_whole(dense, study)
+      if pattern not in page.WORDS.patterns(row) or not is_whole:
         continue
       mean, low, high = page.score(cell, study)
       recipe, _, form = row.partition(",")
       colour = COLOURS[recipe.partition(" of ")[0]]
       # The two forms of SR-STE cost the same: side by side both are seen.
-      dense = page.WORDS.tuned("dense", pattern)
       x = page.price(cell, dense, study) + (0.03 if "decoupled" in form else 0)
       is_hollow = "decoupled" in form or row in page.SMALL
       axes.errorbar(
@@ -70,7 +71,7 @@ def forest(study: Study) -> Figure:
     for verdict in statistic.verdicts(study)
     if verdict.word in ("supported", "contradicted")
     for shown in verdict.shown
-    if shown.contrast.measure.startswith("ln ")
+    if shown.contrast.measure in ("ln cross-entropy", "ln phoneme error rate")
   ]
   figure = Figure(figsize=(9.5, 0.8 + 0.36 * len(shown)), layout="constrained")
   axes = figure.subplots()

@@ -70,7 +70,8 @@ def max_t(d) -> np.ndarray:
   d = np.asarray(d)
   signs = np.array(list(itertools.product((1, -1), repeat=len(d))))
   # Flips leave the squares as they are, so t grows with the mean over their root.
-  t = np.abs(signs @ d) / np.sqrt(np.square(d).sum(0))
+  with np.errstate(invalid="ignore"):  # 0 / 0 where no seed differs: a t of 0
+    t = np.nan_to_num(np.abs(signs @ d) / np.sqrt(np.square(d).sum(0)))
   return (t.max(1)[:, None] >= t[0] * (1 - 1e-9)).mean(0)
 
 
@@ -149,14 +150,14 @@ def says(contrast: Contrast, mean: float, low: float, high: float, p: float, stu
   declared = study.declared
   margins = {"points": declared["margin_points"], "BLEU": declared["margin_bleu"]}
   margin = margins.get(contrast.measure, math.log(1 + declared["margin_ratio"]))
-  is_told = p < declared["level"]
+  is_significant = p < declared["level"]
   if contrast.expect == "not more":
-    return "holds" if high < margin else "fails" if is_told and mean > 0 else "open"
+    return "holds" if high < margin else "fails" if is_significant and mean > 0 else "open"
   if contrast.expect == "more":
     mean, low = -mean, -high
   if low > -margin:
     return "fails"
-  return "holds" if is_told and mean < 0 else "open"
+  return "holds" if is_significant and mean < 0 else "open"
 
 
 def family(contrasts: Sequence[Contrast], study: Study) -> tuple[Shown, ...]:

@@ -26,6 +26,7 @@ import os
 import pathlib
 import re
 import sys
+import zlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -68,8 +69,9 @@ def grid(task: str) -> list[Run]:
 
 def share(runs: list[Run], worker: int, workers: int) -> list[Run]:
   """Returns what one of several workers does: whole rows, each compiled once for all seeds."""
-  rows = {row: i for i, row in enumerate(dict.fromkeys(run._replace(seed=0) for run in runs))}
-  return [run for run in runs if rows[run._replace(seed=0)] % workers == worker]
+  # By the row alone, so that it stays with its worker when others join the queue.
+  owner = lambda run: zlib.crc32("/".join(run[:4]).encode()) % workers
+  return [run for run in runs if owner(run) == worker]
 
 
 def steps_of(run: Run, row: Row) -> int:
@@ -100,19 +102,20 @@ def onlooker_of(run: Run, row: Row):
   import _study_noise
 
   batches = _study.study().declared["microbatches"]
-  return functools.partial(_study_noise.Onlooker, batches=batches)
+  return functools.partial(_study_noise.onlooker, batches=batches)
 
 
 def work(runs: list[Run], path: pathlib.Path) -> None:
-  """Does the runs that the file lacks, in order."""
+  """Does the runs that the file lacks, the most wanted first."""
   done = read(path)
   print(f"{sum(run in done for run in runs)} of {len(runs)} runs are there.", flush=True)
-  for run in runs:
-    # A tuned row whose tuning is not over has no settings yet.
-    if run in done or (row := row_of(run, done)) is None:
-      continue
-    done[run] = result = one(run, row)
+  # A tuned row whose tuning is not over has no settings yet. Another worker may end it, so the file
+  # is read again before each run.
+  while wanted := next(((x, row) for x in runs if x not in done and (row := row_of(x, done))), None):
+    run, row = wanted
+    result = one(run, row)
     append(path, result)
+    done = read(path)
     print(
       f"{result['utc']} {' | '.join(map(str, run))}: {100 * result['accuracy']:.2f} %, "
       f"{result['cross_entropy']:.4f}, {result['seconds']} s",

@@ -1,5 +1,6 @@
 """The declared study: its statistics, and the pages that show the records."""
 
+import functools
 import importlib
 import itertools
 from types import SimpleNamespace
@@ -23,6 +24,8 @@ statistic = importlib.import_module("_study_statistics")
 def test_p_and_intervals_are_of_the_whole_family():
   # Of eight flips only + + + and - - - have a t as far from 0.
   assert statistic.max_t([[1.0], [2.0], [4.0]]) == [2 / 8]
+  # A contrast without any difference, as of two rows that diverge, is no effect.
+  np.testing.assert_array_equal(statistic.max_t([[1.0, 0], [2.0, 0], [4.0, 0]]), [2 / 8, 1])
   d = np.random.default_rng(0).normal((1.0, 0.5, 0.0), size=(8, 3))
   t = lambda d: abs(d.mean(0)) / d.std(0, ddof=1)
   signs = itertools.product((1, -1), repeat=8)
@@ -63,6 +66,16 @@ def test_a_hypothesis_that_lacks_a_run_decides_nothing():
   del records[study.runs(h1.cells[0])[0]]
   found = statistic.verdict(h1, study._replace(records=records))
   assert found.word == "not run yet" and not found.shown
+
+
+def test_each_record_is_of_the_settings_that_its_row_has_now():
+  """Cells of tuning are named by their place in a grid, and grids have grown."""
+  records = recipes.read(ROOT / "benchmarks/results/recipes_study.jsonl")
+  study = _study.study()._replace(records=records)
+  row_of = functools.cache(lambda name: _study.row_of(study, name))
+  for run in filter(records.get, study.queue):
+    settings = {k: v for k, v in records[run]["settings"].items() if k != "decay_kind"}
+    assert recipes.Row(**settings) == row_of(run.row), run
 
 
 def test_words_are_tuned_first_by_as_many_settings_and_on_seeds_of_their_own():
