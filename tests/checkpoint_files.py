@@ -12,11 +12,11 @@ from nm_sparsity_jax.runs import checkpoint
 from nm_sparsity_jax.training import rules_text
 
 
-def load(folder):
+def load(folder, name="state"):
   """Returns the nested arrays of a checkpoint's folder."""
   import orbax.checkpoint as ocp
 
-  reader, path = ocp.PyTreeCheckpointer(), pathlib.Path(folder) / "state"
+  reader, path = ocp.PyTreeCheckpointer(), pathlib.Path(folder) / name
   shapes = reader.metadata(path).item_metadata.tree
   as_numpy = lambda leaf: ocp.RestoreArgs(restore_type=np.ndarray)
   return reader.restore(path, restore_args=jax.tree.map(as_numpy, shapes))
@@ -37,6 +37,12 @@ def save(folder, variables, rules):
     kept = {**variables.get("nm_sparsity", {}), "step": np.int32(7), "rules": text}
     tree["flax_mutables"]["nm_sparsity"] = kept
   checkpoint.write(f"{folder}/checkpoint_7", {key: np.asarray(x) for key, x in flatten(tree)})
+
+
+def cut(folder, pattern):
+  """Leaves a third of the largest file of a pattern."""
+  path = max((p for p in folder.rglob(pattern) if p.is_file()), key=lambda p: p.stat().st_size)
+  path.write_bytes(path.read_bytes()[: path.stat().st_size // 3])
 
 
 # --- written as other programs write them ---------------------------------------------------------
@@ -101,11 +107,11 @@ def t5x_dense(step=6):
   }
 
 
-def t5x_sparse(rules, start=6):
-  """One of a run that began at a step, after four steps of its own."""
-  mine = {"step": np.int32(4), "start": np.int32(start)}
+def t5x_sparse(rules):
+  """One of a run that began at step 6, after four steps of its own."""
+  mine = {"step": np.int32(4), "start": np.int32(6)}
   mine["rules"] = np.asarray(rules_text.pack(rules_text.describe(rules)))
   target = t5x_dense()["target"]
   moments = {"count": np.int32(4), "mu": target, "nu": target}
-  state = {"step": np.int32(start + 4), "param_states": {"0": moments}}
+  state = {"step": np.int32(10), "param_states": {"0": moments}}
   return {"target": target, "state": state, "flax_mutables": {"nm_sparsity": mine}}

@@ -31,7 +31,7 @@ distributor.name = "local"
 """
 
 
-def thin(path: pathlib.Path, count: int, seed: int = 0) -> None:
+def thin(path: pathlib.Path, count: int) -> None:
   """Leaves `count` mutants, drawn by chance."""
   with sqlite3.connect(path) as db:
     # `|` stands in types for the most part, which nothing runs.
@@ -42,7 +42,7 @@ def thin(path: pathlib.Path, count: int, seed: int = 0) -> None:
     ).fetchall()
     lines = {module: (path.parent / module).read_text().splitlines() for _, module, _ in found}
     rows = [(job,) for job, module, row in found if "no mutants" not in lines[module][row - 1]]
-    kept = random.Random(seed).sample(rows, min(count, len(rows)))
+    kept = random.Random(0).sample(rows, min(count, len(rows)))
     db.execute("create temporary table kept (job_id)")
     db.executemany("insert into kept values (?)", kept)
     for table in ("mutation_specs", "work_items"):

@@ -5,7 +5,6 @@ import pathlib
 import re
 import resource
 import shutil
-import subprocess
 import sys
 import zipfile
 
@@ -127,8 +126,7 @@ sys.exit(cli.main(['gin-path']))
 def test_a_wheel_has_every_file_that_the_package_names(built, tmp_path):
   site = tmp_path / "site"
   inside = site / "nm_sparsity_jax"
-  pip = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--no-index", "--target"]
-  subprocess.run([*pip, site, built[".whl"]], check=True, capture_output=True)
+  python("-m", "pip", "install", "-q", "--no-deps", "--no-index", "--target", site, built[".whl"])
   assert gin_path_of(site) == inside
   assert "nm_sparsity_jax.cli" in (site / "bin/nm-sparsity").read_text()
   assert not [name for name in LOOSE if not (inside / name).is_file()]

@@ -1,16 +1,11 @@
 """Settings to rules and back to a text: what a command line can say, and what it cannot."""
 
-import dataclasses
-
 import numpy as np
 import pytest
-from test_every_recipe import CASES, OTHERS
 
 import nm_sparsity_jax as nms
-from nm_sparsity_jax.recipes import RECIPES
 from nm_sparsity_jax.training import configure, rules_text
 
-CUSTOM = {"path": ((0, "2:4", 1.0), (5, "1:4", 0.5))}
 PHASES = nms.Phases(total=20, dense=0, finetune=4)
 STEPS = dict(sparse_steps=20, finetune_steps=4)
 
@@ -75,23 +70,12 @@ def test_the_setting_that_differs_from_a_checkpoint_is_named(macro, given):
 # --- the text of rules ----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", RECIPES)
-def test_every_field_of_every_recipe_is_in_the_text_and_comes_back(name):
-  decays = {"decay_kind": "linear"} if name.startswith("sdgf") else {}  # else beta has no use
-  base = dataclasses.replace(CASES[name].recipe, **decays)
-  others = OTHERS | {"phases": nms.Phases(total=21, finetune=4)}
-  for field in dataclasses.fields(base):
-    other = nms.Rules({"ff": dataclasses.replace(base, **{field.name: others[field.name]})})
-    assert rules_text.parse(rules_text.describe(other)) == other, field.name
-
-
 LONG = "".join(np.random.default_rng(0).choice([*"abcdefghijklmnop"], 20_000))
 
 
 def test_a_text_gives_whole_rules_back():
   rules = nms.Rules(
     {
-      "ff": nms.recipe("custom", pattern="1:4", phases=PHASES, **CUSTOM),
       "decoder/cross/qkv": nms.recipe("idp", pattern="1:8", phases=PHASES, lam=1e-3),
       r"(?:a|b: sr_ste 1:4)/[^/]+, k=3/kernel": nms.recipe("dense"),
     },

@@ -101,16 +101,11 @@ def test_a_run_trains_from_one_start_proves_its_pattern_and_translates(
   assert one["cross_entropy"] == same["cross_entropy"] != other["cross_entropy"]
   assert one["start"] == other["start"]
   (first, *_) = one["samples"]
-  assert f"{first['english']}\t{first['german']}" in scored_pairs(packages)
+  files = (packages / f"help-test.{language}" for language in ("en", "de"))
+  scored = zip(*(file.read_text("utf8").splitlines() for file in files), strict=True)
+  assert (first["english"], first["german"]) in scored
   assert 0 <= one["bleu"] < 100 and 0 <= one["bleu_dictionary"] < 100
   dense = translation.train("debian_ende_1_16", Row("dense"), "-", 4, 1)
   assert dense["density"] == 1 and dense["start"] == one["start"]
   lost = translation.train("debian_ende_1_16", Row("dense", rate=1e30), "-", 4, 1)
   assert lost["diverged"] and lost["bleu"] == 0
-
-
-def scored_pairs(folder):
-  """The lines of the split on which a run is scored."""
-  files = (folder / f"help-test.{language}" for language in ("en", "de"))
-  english, german = (file.read_text("utf8").splitlines() for file in files)
-  return ["\t".join(pair) for pair in zip(english, german, strict=True)]

@@ -1,7 +1,6 @@
 """Checkpoints in files of timm, Hugging Face and without zeros: written, proven, read, started."""
 
 import dataclasses
-import functools
 import pathlib
 
 import jax
@@ -9,6 +8,7 @@ import pytest
 import test_huggingface as t5
 import test_weights as images
 from checkpoint_files import save
+from test_deployed import rules_of
 
 import nm_sparsity_jax as nms
 from nm_sparsity_jax import cli
@@ -32,7 +32,6 @@ from nm_sparsity_jax.training import rules_text
 RULES = {"ff": "1:4", "qkv": "2:8", "o": "1:4"}  # of a T5
 
 
-rules_of = functools.partial(nms.configure.rules, recipe="sr_ste", sparse_steps=7)
 RULES_OF_T5 = rules_of(RULES)
 
 
@@ -64,6 +63,16 @@ def run(*argv):
   return cli.main([*map(str, argv)])
 
 
+def exported(folder, out, rules, count, command):
+  """Writes a checkpoint for another library, proven there; `verify` reads it back."""
+  _, report = command("export", folder, out)
+  assert report["ok"] and len(report["sites"]) > count
+  assert not any(p["bad_groups"] for p in report["sites"])
+  assert run("verify", out, "--rules", rules) == 0
+  assert run("verify", out, "--rules", dict.fromkeys(rules, "1:8")) == 1
+  return out
+
+
 both = pytest.mark.parametrize("name, scan", [("v1_0", False), ("v1_1", True)])
 
 # --- images -------------------------------------------------------------------------------------
@@ -72,15 +81,9 @@ both = pytest.mark.parametrize("name, scan", [("v1_0", False), ("v1_1", True)])
 @images.tiny
 def test_export_writes_timms_names_with_the_zeros_and_proves_them(name, tmp_path, command):
   variables = written(tmp_path / "run", name)
-  file = tmp_path / "model.safetensors"
-  _, report = command("export", tmp_path / "run", file)
-  assert report["ok"]
-  assert len(report["sites"]) > 5 and not any(p["bad_groups"] for p in report["sites"])
+  rules = dict(zip(images.PLACES[name], ("1:4", "2:8"), strict=True))
+  file = exported(tmp_path / "run", tmp_path / "model.safetensors", rules, 5, command)
   images.assert_same(timm.read(file), variables)
-  # And back: `verify` reads the file.
-  first, second = images.PLACES[name]
-  assert run("verify", file, "--rules", {first: "1:4", second: "2:8"}) == 0
-  assert run("verify", file, "--rules", {first: "1:8"}) == 1
   assert "holds no rules" in command("verify", file)[1]
 
 
@@ -102,14 +105,8 @@ def test_a_file_is_compared_by_its_header(tmp_path, monkeypatch):
 @both
 def test_export_writes_a_folder_with_the_zeros_and_proves_them(name, scan, tmp_path, command):
   params = written_t5(tmp_path / "run", name, scan_layers=scan)
-  out = tmp_path / "model"
-  _, report = command("export", tmp_path / "run", out)
-  assert report["ok"]
-  assert len(report["sites"]) > 10 and not any(p["bad_groups"] for p in report["sites"])
+  out = exported(tmp_path / "run", tmp_path / "model", RULES, 10, command)
   t5.assert_same(huggingface.read(out, t5.config_of_name(name, scan_layers=scan)), params)
-  # And back: `verify` reads the folder.
-  assert run("verify", out, "--rules", RULES) == 0
-  assert run("verify", out, "--rules", "{'ff': '1:8'}") == 1
 
 
 @pytest.fixture(scope="module")

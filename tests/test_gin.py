@@ -38,8 +38,10 @@ def test_a_model_is_made(version, size):
 
 # --- with T5X -------------------------------------------------------------------------------------
 
-SMALL = ["T5_SIZE = 'tiny'", "VOCABULARY_FILE = 'bytes'", "VOCAB_SIZE = 384"]
-SIMPLE = ["RECIPE = 'sr_ste'", "PATTERN = '1:8'", "SPARSE_STEPS = 1000"]
+SIMPLE = [
+  "T5_SIZE = 'tiny'", "VOCABULARY_FILE = 'bytes'", "VOCAB_SIZE = 384", "RECIPE = 'sr_ste'",
+  "PATTERN = '1:8'", "SPARSE_STEPS = 1000",
+]  # fmt: skip
 TASK = {
   "MIXTURE_OR_TASK_NAME": "'nm_glue_rte'", "MIXTURE_OR_TASK_MODULE": "'t5x_tasks'",
   "TASK_FEATURE_LENGTHS": "{'inputs': 16, 'targets': 8}",
@@ -75,13 +77,13 @@ def test_a_run_is_made_and_names_what_it_misses(t5x, run):  # noqa: F811
   optimizer = "adafactor" if run in ("finetune", "mini") else "adamw"
   files = [f"gin_configs/runs/t5x_{optimizer}.gin"] if run in TRAINED else []
   files = [T5, *files, f"gin_configs/runs/t5x_{run}.gin"]
-  with config(files, [*SMALL, *SIMPLE]) as c:
+  with config(files, SIMPLE) as c:
     asked = {error.split()[0] for error in c.errors}
   # T5X does without a module; in its evaluation it takes the longest example.
   optional = {"MIXTURE_OR_TASK_MODULE"} | ({"TASK_FEATURE_LENGTHS"} if run == "eval" else set())
   assert RUNS[run].keys() - asked <= optional
   macros = RUNS[run] | ({"PRETRAINED_STEPS": 7000} if run == "finetune" else {})
-  with config(files, [*SMALL, *SIMPLE, *bind(macros)]) as c:
+  with config(files, [*SIMPLE, *bind(macros)]) as c:
     assert not c.errors
     model = c.argument("model")
     assert str(model.rules.places["ff"].pattern) == "1:8"

@@ -18,9 +18,9 @@ Image = pytest.importorskip("PIL.Image", reason="needs Pillow: pip install -e '.
 from nm_sparsity_jax.trainer.images import rand_augment  # noqa: E402
 
 
-def write(path, seed=0, size=(24, 20), mode="RGB"):
+def write(path, seed=0, mode="RGB"):
   path.parent.mkdir(parents=True, exist_ok=True)
-  pixels = np.random.default_rng(seed).integers(0, 256, (size[1], size[0], 3), np.uint8)
+  pixels = np.random.default_rng(seed).integers(0, 256, (20, 24, 3), np.uint8)
   Image.fromarray(pixels).convert(mode).save(path)
 
 

@@ -16,7 +16,6 @@ FF = "encoder/layers_0/mlp/dense_in/kernel"
 WRAPPED = {
   "alone": lambda tx: tx,
   "accumulated": lambda tx: optax.MultiSteps(tx, 2),
-  "in a chain": lambda tx: optax.chain(optax.apply_if_finite(tx, 3)),
   "behind a count of its own": lambda tx: optax.chain(optax.scale_by_adam(), tx),
 }
 

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from flax import linen as nn
 from reference_arrays import assert_same, drawn
+from test_every_recipe import CASES, PHASES
 
 import nm_sparsity_jax as nms
 from nm_sparsity_jax.core.trees import flatten
@@ -55,17 +56,8 @@ def test_a_layer_is_the_plain_one_where_no_recipe_acts(name):
 
 # --- every recipe: a network is its dense twin on sparsify's parameters ---------------------------
 
-PHASES = nms.Phases(total=24, dense=4, finetune=6)
-FIELDS = {
-  "sdgf_stepwise": {"decay_kind": "linear"},
-  "sdgf_geometric": {"k": 4},
-  "custom": {"path": ((5, "4:8", 1.0), (11, "1:4", 0.5), (14, "1:4", 0.0))},
-  "snip": {"batches": 2},
-}
-EACH = {
-  name: nms.recipe(name, pattern="1:4", phases=PHASES, **FIELDS.get(name, {}))
-  for name in nms.recipes.RECIPES
-  if name != "hold"  # its weights are sparse from the start
+EACH = {  # `hold` is sparse from the start
+  name: CASES[name].recipe for name in nms.recipes.RECIPES if name != "hold"
 }
 KINDS = {"DenseGeneral": (layers.DenseGeneral, {}), "Conv": (layers.Conv, {"kernel_size": (2,)})}
 
@@ -138,9 +130,9 @@ def test_sparse_layers_are_the_dense_ones_on_sparsified_parameters(kind):
 EYE = jnp.eye(8)
 
 
-def initialized(name, **kwargs):
+def initialized(name):
   layer = layers.Dense(3, rules=nms.Rules({"kernel": EACH[name]}))
-  return layer, layer.init(jax.random.key(0), EYE, **kwargs)
+  return layer, layer.init(jax.random.key(0), EYE)
 
 
 def test_a_layer_without_what_it_needs_says_so():
@@ -149,9 +141,8 @@ def test_a_layer_without_what_it_needs_says_so():
   filled = layers.with_step(snips, 3, nms.init_state(snips["params"], snip.rules))
   assert_same(layers.with_step(filled, 3), filled)  # keeps the masks that it got earlier
   whole = layers.with_step(initialized("sr_ste")[1], 9)
-  dense = nms.Rules({"kernel": nms.recipe("dense")})
-  nothing = layers.Dense(3, rules=dense).init(jax.random.key(0), EYE)
-  assert_same(layers.with_step(nothing, 9, rules=dense)["params"], nothing["params"])
+  nothing = layers.Dense(3, rules=DENSE).init(jax.random.key(0), EYE)
+  assert_same(layers.with_step(nothing, 9, rules=DENSE)["params"], nothing["params"])
   elsewhere = layers.Dense(3, rules=nms.Rules({"wi/kernel": SR_STE}))
   # A plain layer that the rules name, beside one that masks itself.
   beside = {**variables, "params": {**variables["params"], "wo": {"kernel": EYE}}}

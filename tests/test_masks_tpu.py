@@ -1,9 +1,6 @@
 """The kernel for TPUs: the same bits in interpret mode, and where a program for a TPU holds it."""
 
 import json
-import os
-import subprocess
-import sys
 import warnings
 
 import jax
@@ -11,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from checkout import python
 from jax import export
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
@@ -37,7 +35,6 @@ SHAPES = {
   "stacked": ((3, 64, 10), (1,)),
   "layers behind the groups": ((64, 3, 10), (0,)),
   "joint axes": ((2, 8, 8, 5), (1, 2)),
-  "a convolution": ((3, 3, 16, 8), (2,)),
   "one column": ((64, 1), (0,)),
 }
 
@@ -91,20 +88,13 @@ def over(*axes):
   return NamedSharding(mesh, PartitionSpec(*axes))
 
 
-def test_shards_are_whole_in_shard_map_alone():
-  """XLA cannot partition a kernel, so a program that it partitions itself goes the other way."""
-  at = over(None, "x")
-  w = jax.ShapeDtypeStruct((64, 256), jnp.float32, sharding=at)
-  mask = lambda w: magnitude_mask(w, "2:8")
-  with pytest.warns(UserWarning, match="with_shardings"):
-    assert KERNEL not in for_tpu(mask, w)
-  mapped = jax.shard_map(mask, mesh=at.mesh, in_specs=at.spec, out_specs=at.spec)
-  assert KERNEL in for_tpu(mapped, w)
-
-
 @pytest.mark.parametrize("known", [True, False])
 def test_several_tpus_without_shardings_are_one_warning(known, monkeypatch):
-  """Of all masks of a train step together; the line that it names brings the kernel back."""
+  """Of all masks of a train step together; the line that it names brings the kernel back.
+
+  XLA cannot partition a kernel, so a program that it partitions itself goes the other way; within
+  `shard_map` each device has whole shards.
+  """
   monkeypatch.setattr(groups, "_PLATFORM", "cpu")  # of the mesh, which has no TPUs here
   names = "a", "b"
   params = {x: jax.ShapeDtypeStruct((64, 256), "float32", sharding=over(None, "x")) for x in names}
@@ -119,10 +109,9 @@ def test_several_tpus_without_shardings_are_one_warning(known, monkeypatch):
     text = for_tpu(tx.update, params, opt, params)
   assert ["with_shardings" in str(warning.message) for warning in seen] == [True] * (not known)
   assert (KERNEL in text) == known
-  with warnings.catch_warnings():  # neither other platforms nor one device
-    warnings.simplefilter("error")
-    export.export(jax.jit(tx.update), platforms=["cpu", "cuda"])(params, opt, params)
-    for_tpu(lambda w: magnitude_mask(w, "2:8"), WEIGHT)
+  # Neither other platforms nor one device: a warning is an error (pyproject.toml).
+  export.export(jax.jit(tx.update), platforms=["cpu", "cuda"])(params, opt, params)
+  for_tpu(lambda w: magnitude_mask(w, "2:8"), WEIGHT)
 
 
 COMPILE = """
@@ -194,14 +183,12 @@ print(json.dumps({name: compile(name) for name in ("dense", "sdgf_geometric", "i
 def by_libtpu(program):
   """What a program prints, in a process of its own: libtpu locks a file while a process lives."""
   pytest.importorskip("libtpu", reason="libtpu is not installed: pip install 'jax[tpu]'")
-  environment = os.environ | {"JAX_DISABLE_MOST_OPTIMIZATIONS": "0", "JAX_PLATFORMS": "cpu"}
-  done = subprocess.run(
-    [sys.executable, "-c", program], capture_output=True, text=True, env=environment, timeout=300
-  )
-  if "another process holds libtpu" in done.stderr:
-    pytest.skip("another process holds libtpu")
-  assert done.returncode == 0, done.stderr[-2000:]
-  return json.loads(done.stdout)
+  try:
+    return json.loads(python("-c", program, timeout=300, JAX_DISABLE_MOST_OPTIMIZATIONS="0"))
+  except AssertionError as error:
+    if "another process holds libtpu" in str(error):
+      pytest.skip("another process holds libtpu")
+    raise
 
 
 def test_a_tpu_compiler_takes_it():

@@ -22,10 +22,13 @@ def make(name, pattern="1:4"):
   return nms.recipe(name, pattern=pattern, phases=PHASES, **FIELDS.get(name, {}))
 
 
-def draw(seed, wi=(16, 6), wo=(32, 5)):
+def draw(seed):
   rng = np.random.default_rng(seed)
   array = lambda shape: jnp.asarray(rng.standard_normal(shape), jnp.float32)
-  return {"mlp": {"wi": {"kernel": array(wi)}, "wo": {"kernel": array(wo)}}, "scale": array(wi[:1])}
+  return {
+    "mlp": {"wi": {"kernel": array((16, 6))}, "wo": {"kernel": array((32, 5))}},
+    "scale": array((16,)),
+  }
 
 
 def wide(tree):

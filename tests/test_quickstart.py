@@ -1,24 +1,16 @@
 """The quickstart: a sweep of one seed, its proof and its page."""
 
 import pytest
-import sweep_stub
 from checkout import python
+from test_sweep import here  # noqa: F401  (a fixture; it skips without gin)
 
 from nm_sparsity_jax import cli
 from nm_sparsity_jax.analysis import sweep
 from nm_sparsity_jax.cli import quickstart
-from nm_sparsity_jax.trainer import run as trainer_run
-from nm_sparsity_jax.trainer import train
-
-pytest.importorskip("gin", reason="the local runner needs gin: pip install -e '.[local]'")
 
 
 @pytest.mark.parametrize("hold", ["", "sr_ste-1_8-seed0"])
-def test_each_command_is_shown_and_run_until_one_fails(hold, tmp_path, monkeypatch, capsys):
-  monkeypatch.chdir(tmp_path)
-  monkeypatch.setattr(trainer_run.Run, "check_data", lambda self: None)
-  monkeypatch.setattr(train, "refuse_changed", lambda folder, now: None)  # a stub notes none
-  monkeypatch.setenv("PYTHONPATH", sweep_stub.install(tmp_path / "stub", {}))
+def test_each_command_is_shown_and_run_until_one_fails(hold, here, monkeypatch, capsys):  # noqa: F811
   if hold:  # as after SIGTERM: a sweep ends with 0 when its run has saved
     monkeypatch.setattr(sweep, "train", lambda *_: (0, "SIGTERM"))
   main, called = cli.main, []

@@ -144,38 +144,6 @@ def test_self_and_cross_name_what_is_surely_one_of_them(attention, kind):
   assert [word for word in ("self", "cross") if match(f"{word}/q")] == ([kind] if kind else [])
 
 
-# Kernels of others under a family's names: what the product sums over, by the class that made them.
-FOREIGN = {
-  # flax's attention in a block of the user's, under the names of keras-hub's Gemma.
-  "decoder_block_0/attention/query": ({"kernel": (512, 8, 64), "bias": (8, 64)}, 0),
-  # A scan along axis 1, and along axis 0 of kernels with two axes.
-  "layers/attn/out": ({"kernel": (8, 12, 64, 512)}, (0, 2)),
-  "transformer_layers/attention/query": ({"kernel": (12, 512, 512), "bias": (12, 512)}, 1),
-  "decoder/MultiHeadDotProductAttention_0/query": ({"kernel": (12, 512, 512)}, 1),
-  "stages/0/attn/out": ({"kernel": (8, 512, 512)}, 1),
-  # (out, in), a transposed convolution.
-  "linear_1": ({"w": (64, 32), "b": (64,)}, 1),
-  "query_proj": ({"weight": (32, 64), "bias": (64,)}, 0),
-  "block_group_0/~/block_0/~/conv_1": ({"w": (4, 4, 64, 128), "b": (64,)}, 3),
-  "mlp/layers/0": ({"weight": (64, 32, 4), "bias": (64, 1)}, 1),
-  "conv1d": ({"kernel": (3, 64, 12, 64)}, 1),
-  # A T5 for each of four seeds, and experts.
-  "decoder/layers_0/mlp/wi": ({"kernel": (4, 512, 2048), "scale": (4, 512)}, 1),
-  "decoder/layers_0/self_attention/query": ({"kernel": (4, 512, 384), "scale": (4, 512)}, 1),
-}
-
-
-@pytest.mark.parametrize("folder", FOREIGN)
-def test_a_family_claims_no_wrong_axis_of_others(folder):
-  parts, axis = FOREIGN[folder]
-  shapes = {f"{folder}/{name}": shape for name, shape in parts.items()}
-  kernel = next(iter(shapes))
-  if "scale" not in parts:
-    shapes["norm/scale"] = (512,)
-  found = roles.axis_of(kernel, shapes)
-  assert found in (None, (axis,) if isinstance(axis, int) else axis)
-
-
 def test_the_decoder_of_gemma_is_no_encoder():
   match = nms.Rules({"decoder/ff": RECIPE}).match
   paths = [f"{part}layer_0/mlp/linear/w" for part in ("", "decoder/", "encoder/")]
@@ -231,16 +199,6 @@ def test_maxtext_kernels_have_the_axes_of_their_layers(scan_axis, layers):
   rules = nms.Rules(dict.fromkeys(("ff", "q", "qkv", "o"), RECIPE), optional=("qkv",))
   sites = rules.assign(nested(shapes)).sites
   assert {path: site.groups.axes for path, site in sites.items()} == wanted
-
-
-def test_no_axis_is_guessed_where_lengths_prove_none():
-  """All of one length, and a stack that the paths of MaxText do not name: T5X's scanned decoder."""
-  square = {f"decoder/layers/mlp/{name}/kernel": (8, 8, 8) for name in ("wi_0", "wi_1", "wo")}
-  t5x = {"decoder/decoder/self_attention/out/kernel": (32, 2, 32)}
-  for shapes, place in ((square, "ff"), (t5x, "o")):
-    params = nested({path: jax.ShapeDtypeStruct(x, "float32") for path, x in shapes.items()})
-    with pytest.raises(ValueError, match="for_model"):
-      nms.Rules({place: RECIPE}).assign(params)
 
 
 def test_a_trace_agrees_with_a_layout_across_the_layers():

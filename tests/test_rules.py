@@ -65,7 +65,7 @@ TWICE = nms.Rules({"qkv": LINEAR, "encoder/q": OTHER})  # the first one has them
   [
     ("regular expression", lambda: nms.Rules({"ff": LINEAR}, axes={"[": 0})),
     ("none that is left.*'encoder/q'", lambda: TWICE.assign(QUERY)),
-    ("match no parameter.*'q'", lambda: nms.Rules({"q": LINEAR}, optional=["k"]).assign(WO)),
+    ("no parameter.*'q'.* begin wo/", lambda: nms.Rules({"q": LINEAR}, optional=["k"]).assign(WO)),
     ("'qvk'.*have q", lambda: nms.Rules({"q": LINEAR, "qvk": OTHER}).assign(QUERY)),
     (
       "'wi' of 'wi|wo/kernel'".replace("|", r"\|"),
@@ -111,8 +111,13 @@ def test_what_is_unusual_is_said_in_the_table_and_the_log(recipe, length, policy
 # --- axes -----------------------------------------------------------------------------------------
 
 
+NORM = {"norm/scale": (512,)}
+WI_SCALE = {"decoder/layers_0/mlp/wi/scale": (4, 512)}
+Q_SCALE = {"decoder/layers_0/self_attention/query/scale": (4, 512)}
+
+
 @pytest.mark.parametrize(
-  "path, shape, bias, axis",
+  "path, shape, beside, axis",
   [
     ("mlp/wi/kernel", (16, 4), None, 0),
     ("Conv_0/kernel", (3, 3, 16, 5), (5,), -2),
@@ -127,6 +132,7 @@ def test_what_is_unusual_is_said_in_the_table_and_the_log(recipe, length, policy
     ("w", (8, 4), (4,), 0),
     ("up/weight", (16, 16), (16,), None),
     ("up/weight", (16, 4), None, None),
+    ("up/w", (16, 16), (16,), None),
     # Families that are sure: stacked, too.
     ("attention/query_proj/weight", (16, 16), None, 1),
     ("layers/mlp/layers/0/weight", (3, 16, 16), (3, 16), 2),
@@ -134,11 +140,32 @@ def test_what_is_unusual_is_said_in_the_table_and_the_log(recipe, length, policy
     ("__layer_stack_no_per_layer/linear_1/w", (3, 16, 16), (3, 16), 1),
     ("res_net18/~/initial_conv/w", (7, 7, 3, 16), (16,), 2),
     ("encoder/map_head/attn/query/kernel", (16, 2, 8), (2, 8), 0),
+    # Others under a family's names: an attention of flax in a block of keras-hub's Gemma, scans
+    # along axis 0 and 1, (out, in), a transposed convolution, a T5 for each of four seeds.
+    ("decoder_block_0/attention/query/kernel", (512, 8, 64), (8, 64), 0),
+    ("layers/attn/out/kernel", (8, 12, 64, 512), NORM, None),
+    ("transformer_layers/attention/query/kernel", (12, 512, 512), (12, 512), None),
+    ("decoder/MultiHeadDotProductAttention_0/query/kernel", (12, 512, 512), NORM, None),
+    ("stages/0/attn/out/kernel", (8, 512, 512), NORM, None),
+    ("linear_1/w", (64, 32), (64,), 1),
+    ("query_proj/weight", (32, 64), (64,), 0),
+    ("block_group_0/~/block_0/~/conv_1/w", (4, 4, 64, 128), (64,), None),
+    ("mlp/layers/0/weight", (64, 32, 4), (64, 1), None),
+    ("conv1d/kernel", (3, 64, 12, 64), NORM, None),
+    ("decoder/layers_0/mlp/wi/kernel", (4, 512, 2048), WI_SCALE, None),
+    ("decoder/layers_0/self_attention/query/kernel", (4, 512, 384), Q_SCALE, None),
+    ("attn/query/kernel", (3, 16, 4, 4), (3, 4, 4), None),
+    # Stacks of equal lengths, and of a path that T5X alone scans.
+    ("decoder/layers/mlp/wi_0/kernel", (8, 8, 8), None, None),
+    ("decoder/decoder/self_attention/out/kernel", (32, 2, 32), None, None),
   ],
 )
-def test_axes_that_names_and_shapes_tell(path, shape, bias, axis):
-  beside = re.sub("(kernel|weight)$", "bias", re.sub("w$", "b", path))
-  params = tree({path: shape} | ({beside: bias} if bias else {}))
+def test_axes_that_names_and_shapes_tell(path, shape, beside, axis):
+  """Beside a kernel lies its bias, or what else the dict names."""
+  if not isinstance(beside, dict):
+    bias = re.sub("(kernel|weight)$", "bias", re.sub("w$", "b", path))
+    beside = {bias: beside} if beside else {}
+  params = tree({path: shape} | beside)
   rules = nms.Rules({path: LINEAR}, indivisible="pad")
   if axis is None:
     with pytest.raises(ValueError, match="axes="):

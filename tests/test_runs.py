@@ -18,11 +18,10 @@ from nm_sparsity_jax.training import configure
 # --- checkpoints by name ------------------------------------------------------------------------
 
 
-def checkpoint(folder, step, state="state"):
-  path = folder / f"checkpoint_{step}"
-  (path / state).mkdir(parents=True)
-  (path / state / "_METADATA").write_text("{}")
-  return path
+def checkpoint(folder, step):
+  path = folder / f"checkpoint_{step}/state"
+  path.mkdir(parents=True)
+  (path / "_METADATA").write_text("{}")
 
 
 def test_the_newest_is_of_the_highest_number_and_half_ones_do_not_count(tmp_path):

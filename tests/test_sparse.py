@@ -270,14 +270,9 @@ def test_step_count(tx, updates, steps):
     assert count.dtype == jnp.int32 and count.shape == () and count == steps
 
 
-def test_without_a_count_there_is_no_step():
-  with pytest.raises(ValueError, match="count_steps"):
-    nms.step_count(optax.sgd(0.1).init(params_of(names=["sr_ste"])))
-
-
 def test_what_is_skipped_counts_nothing():
   """Of a term by the learning rate, and of each kind of state."""
-  names = "sr_ste_decoupled", "idp", "snip", "s_ste"
+  names = "sr_ste_decoupled", "idp", "snip", "s_ste", "sdgf_stepwise"
   tx = nms.sparse(INNER, rules_of(names), learning_rate=RATE)
 
   def fed(tx, grads):
@@ -375,21 +370,6 @@ def test_parameters_of_bfloat16():
     assert is_two_of_eight(w) and np.isfinite(w).all()
 
 
-def test_without_jit():
-  """`jax.disable_jit` runs every branch by itself, for a debugger."""
-  names = "sr_ste", "sdgf_stepwise"
-  rules = rules_of(names, phases=nms.Phases(total=5, dense=1, finetune=1))
-  tx, params = nms.sparse(SGD, rules), params_of(names=names)
-  runs = []
-  for without in (False, True):
-    run = params, tx.init(params)
-    with jax.disable_jit(without):
-      for _ in range(3):
-        run, _ = train_step(tx)(run)
-    runs.append(run)
-  close(*runs)
-
-
 def test_a_schedule_without_a_sparse_step_is_said_once(caplog):
   phases = nms.Phases(total=40, dense=40)
   nms.sparse(INNER, rules_of(["sr_ste", "one_shot"], phases=phases)).init(params_of())
@@ -425,6 +405,7 @@ def test_mistakes_are_said():
     ("mask as state", lambda: nms.sr_ste(RULES).update(params, opt, params)),
     ("add nothing", lambda: nms.sr_ste(rules_of(["sr_ste_decoupled"])).init(params)),
     ("add nothing", lambda: nms.sr_ste(rules_of(["sr_ste"]), learning_rate=1.0).init(params)),
+    ("count_steps", lambda: nms.step_count(INNER.init(params))),
     ("2 states", lambda: nms.dense_params(params, (opt, opt))),
   ):
     with pytest.raises(ValueError, match=word):

@@ -3,7 +3,6 @@
 import functools
 import math
 import re
-from typing import Any, NamedTuple
 
 import flax.linen as nn
 import jax
@@ -29,23 +28,15 @@ NWC = ("NWC", "WIO", "NWC")
 # --- layers and models of several libraries at tiny sizes -----------------------------------------
 
 
-class Layout(NamedTuple):
-  """A network: output = function(params, x), in which at most `rows` vectors meet a weight.
+def layout(function, params, x, rows=None):
+  """A network, output = function(params, x), and how many vectors meet a weight at most.
 
   The derivatives tell an axis apart where it is longer than that. So there are two tokens or four
-  pixels, and all that matters is longer.
+  pixels, and all that matters is longer. x is a shape; each index of all axes but its last is a
+  vector.
   """
-
-  function: Any
-  params: Any
-  x: Any
-  rows: int
-
-
-def layout(function, params, x, rows=None):
-  """x is a shape; a vector for each index of all axes but its last."""
   rows, x = rows or math.prod(x[:-1]), drawn(jax.ShapeDtypeStruct(x, "float32"), seed=1)
-  return Layout(function, drawn(params), x, rows)
+  return function, drawn(params), x, rows
 
 
 def plain(function, x, rows=None, **shapes):
