@@ -154,16 +154,18 @@ def bare(row: str) -> str:
 def name_of(contrast: Contrast) -> str:
   """Says which cells a contrast compares."""
   row, over = contrast.pair
-  text = f"{TASKS[row.task]}, {row.pattern}: {bare(row.row)} over {bare(over.row)}"
+  names = lambda pair: f"{bare(pair.row.row)} over {bare(pair.over.row)}"
+  text = f"{TASKS[row.task]}, {row.pattern}: {names(contrast.pair)}"
   if over.pattern not in (row.pattern, "-"):
     text += f" at {over.pattern}"
   if row.budget != over.budget:
     text += ", same training FLOPs"
   if contrast.beyond:
-    other = contrast.beyond.row
-    names = f" {bare(other.row)} over {bare(contrast.beyond.over.row)}"
-    pair = "" if f" {bare(row.row)} over {bare(over.row)}" == names else names
-    text += f", beyond{pair}" + (f" {other.pattern}" if other.pattern != row.pattern else "")
+    text += ", beyond"
+    if names(contrast.beyond) != names(contrast.pair):
+      text += f" {names(contrast.beyond)}"
+    if contrast.beyond.row.pattern != row.pattern:
+      text += f" {contrast.beyond.row.pattern}"
   return text
 
 
@@ -207,7 +209,8 @@ def program(rows: Mapping[str, Row]) -> str:
   phases = f"nms.Phases(total=T, dense={row.dense} * T // 100{finetune})"
   options = {"gradient": row.gradient, "lam": row.lam, "decoupled": row.decoupled or None}
   fields = "".join(f", {name}={x!r}" for name, x in options.items() if x is not None)
-  return f'{rate}, `nms.recipe("{row.recipe}", pattern=P, phases={phases}{fields})`'.replace("'", '"')
+  call = f"nms.recipe('{row.recipe}', pattern=P, phases={phases}{fields})".replace("'", '"')
+  return f"{rate}, `{call}`"
 
 
 def choice(study: Study, subject: Subject, rows: Sequence[str], cell_of) -> list[str]:
@@ -464,17 +467,19 @@ def pages(study: Study) -> dict[str, dict[str, list[str]]]:
     "packed": packed_weights(),
     "claims": claims(verdicts),
   }
+  of_words = {
+    "wrong phonemes of the best": lambda best, _: f"{best['phoneme_error_rate']:.1%}",
+  }
+  of_translation = {
+    "cross-entropy of the best": lambda best, _: f"{best['cross_entropy']:.3f}",
+    "its BLEU": lambda best, _: f"{best['bleu']:.1f}",
+    "largest BLEU": lambda _, tried: f"{max(record['bleu'] for record in tried):.1f}",
+  }
   appendix = {
     "amount": amount(study),
-    "tuned": tuned_rows(study, WORDS, {
-      "wrong phonemes of the best": lambda best, _: f"{best['phoneme_error_rate']:.1%}",
-    }),
+    "tuned": tuned_rows(study, WORDS, of_words),
     "untuned": choice(study, WORDS, UNTUNED, WORDS.cell),
-    "translation tuned": tuned_rows(study, TRANSLATION, {
-      "cross-entropy of the best": lambda best, _: f"{best['cross_entropy']:.3f}",
-      "its BLEU": lambda best, _: f"{best['bleu']:.1f}",
-      "largest BLEU": lambda _, tried: f"{max(record['bleu'] for record in tried):.1f}",
-    }),
+    "translation tuned": tuned_rows(study, TRANSLATION, of_translation),
     "samples": samples(study),
     "explored": explored(study),
     "lambda": lambda_lines(study),

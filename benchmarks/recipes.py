@@ -105,17 +105,24 @@ def onlooker_of(run: Run, row: Row):
   return functools.partial(_study_noise.onlooker, batches=batches)
 
 
+def most_wanted(runs: list[Run], done: Mapping[Run, Any]) -> tuple[Run, Row] | None:
+  """Returns the first run that is not there, and how it trains; None where nothing may run."""
+  for run in runs:
+    # A tuned row whose tuning is not over has no settings yet.
+    if run not in done and (row := row_of(run, done)):
+      return run, row
+  return None
+
+
 def work(runs: list[Run], path: pathlib.Path) -> None:
   """Does the runs that the file lacks, the most wanted first."""
   done = read(path)
   print(f"{sum(run in done for run in runs)} of {len(runs)} runs are there.", flush=True)
-  # A tuned row whose tuning is not over has no settings yet. Another worker may end it, so the file
-  # is read again before each run.
-  while wanted := next(((x, row) for x in runs if x not in done and (row := row_of(x, done))), None):
+  while wanted := most_wanted(runs, done):
     run, row = wanted
     result = one(run, row)
     append(path, result)
-    done = read(path)
+    done = read(path)  # another worker may have ended a tuning
     print(
       f"{result['utc']} {' | '.join(map(str, run))}: {100 * result['accuracy']:.2f} %, "
       f"{result['cross_entropy']:.4f}, {result['seconds']} s",

@@ -96,7 +96,7 @@ def sparse(
   `optax.inject_hyperparams` may go inside or around. Nothing else goes around: a later link of a
   chain, for example, changes the updates, and the parameters are then not W~. `sparse` cannot see
   that, but `nms.step_count` and `nms.dense_params` refuse the states of optax' wrappers.
-  `nms.verify` says "NOT n:m" once such a wrapper has changed a zero.
+  `nms.verify` says "NOT n:m" if a zero of W~ is lost by that.
 
   One `tx` is for one mesh of devices, since `init` notes how parameters are sharded.
 
