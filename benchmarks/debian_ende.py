@@ -23,6 +23,7 @@ from collections.abc import Iterator
 
 TASKS = {"help": "nm_debian_help", "dictionary": "nm_debian_dictionary"}  # of each source
 PACKAGES = "trans-de-en libreoffice-help-de libreoffice-help-en-us"
+VERSIONS = "trans-de-en 1.9-6 and libreoffice-help 4:7.4.7-1+deb12u14 of Debian 12"
 SPLITS = ("train", "validation", "test")
 SHA256 = "a9ec899a4a667e215b1ed5acc3d93895c47696dec830d03a41950a8dfc644f9a"  # of all files of pairs
 # Other pairs have another folder, and so do the networks that were trained on them.
@@ -101,7 +102,7 @@ def prepare() -> None:
       subprocess.run(fetch, shell=True, cwd=home, check=True)
     except subprocess.CalledProcessError as e:
       raise ValueError(
-        f"the pairs come from Debian 12's packages, and their download failed: {e}. Run apt-get "
+        f"the pairs come from {VERSIONS}, and their download failed: {e}. Run apt-get "
         f"update first; without apt, copy {FOLDER} from a machine that has it."
       ) from e
     pairs = split(pathlib.Path(home))
@@ -110,7 +111,7 @@ def prepare() -> None:
   if digest != SHA256:
     raise ValueError(
       f"the pairs have the SHA-256 {digest}, not {SHA256}, so scores would not compare: take "
-      "Debian 12's packages."
+      f"{VERSIONS}."
     )
   write(files)
 

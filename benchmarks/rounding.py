@@ -1,8 +1,8 @@
 """What rounding packed weights costs a trained network: scores of a quickstart's sparse runs.
 
-    nm-sparsity quickstart && mv quickstart mini
+    nm-sparsity quickstart
     nm-sparsity quickstart --task rebus
-    python benchmarks/rounding.py mini rebus --json benchmarks/results/rounding.json
+    python benchmarks/rounding.py quickstart rebus --json benchmarks/results/rounding.json
 
 Each sparse run is finalized and packed as it is, in bfloat16 and in int8, and `nm-sparsity eval`
 scores the finalized checkpoint and the three files on the whole validation set.

@@ -1,8 +1,11 @@
 """The pages that people read, and the fenced blocks in them."""
 
 import dataclasses
+import json
 import re
+from unittest import mock
 
+import pytest
 from checkout import ROOT
 
 NOTEBOOK = ROOT / "examples/quickstart.ipynb"
@@ -39,3 +42,23 @@ def blocks() -> list[Block]:
       output = re.match(r"\s*```\n(.*?)^```$", text[found.end() :], re.DOTALL | re.MULTILINE)
       out.append(Block(str(page.relative_to(ROOT)), line, found[1], found[2], output and output[1]))
   return out
+
+
+def run_notebook(path, run, capsys):
+  """Runs each cell by run(code, names): what it prints is in the notebook, but for decimals.
+
+  Returns its names, and how many figures it shows.
+  """
+  plt, drawn = pytest.importorskip("matplotlib.pyplot"), []
+  plt.switch_backend("agg")
+  show = lambda: drawn.append(plt.gcf()) or plt.close("all")
+  names = {"__name__": "__main__"}
+  without_decimals = lambda text: re.sub(r"\d+\.\d+", "x", text)
+  with plt.rc_context(), mock.patch.object(plt, "show", show):
+    for cell in json.loads(path.read_text("utf-8"))["cells"]:
+      if cell["cell_type"] == "code":
+        run("".join(cell["source"]), names)
+        printed = "".join(t for out in cell["outputs"] for t in out.get("text", ()))
+        said = capsys.readouterr().out
+        assert without_decimals(said) == without_decimals(printed), said
+  return names, len(drawn)

@@ -4,7 +4,6 @@ A block without a language is a picture or an output. Blocks of sh run in bash w
 the programs, so quoting is bash's; then each command line is parsed by its own program.
 """
 
-import contextlib
 import functools
 import importlib.util
 import json
@@ -14,6 +13,7 @@ import shutil
 import subprocess
 import sys
 import warnings
+from unittest import mock
 
 import floors
 import jax
@@ -29,8 +29,9 @@ import nm_sparsity_jax as nms
 from nm_sparsity_jax import cli
 from nm_sparsity_jax.cli import _flags, bench
 from nm_sparsity_jax.integrations import gin_files
-from nm_sparsity_jax.recipes import RECIPES, registry
+from nm_sparsity_jax.recipes import RECIPES
 
+pytestmark = pytest.mark.usefixtures("as_users_compute")
 BLOCKS = pages.blocks()
 RUNS = [b for b in BLOCKS if b.language == "sh" and "--gin_file=" in b.code]
 needs_seqio = pytest.mark.skipif(
@@ -43,22 +44,13 @@ def of(language):
   return pytest.mark.parametrize("block", found, ids=str)
 
 
-@contextlib.contextmanager
-def as_a_user(warn="ignore"):
-  """Standard promotion, and warnings of libraries."""
-  with (
-    jax.numpy_dtype_promotion("standard"),
-    jax.numpy_rank_promotion("allow"),
-    warnings.catch_warnings(),
-  ):
-    warnings.simplefilter(warn)
-    yield
+quiet = functools.partial(warnings.catch_warnings, action="ignore")
 
 
 def execute(code, names=None):
   """Runs code by itself; a warning is an error."""
   names = {"__name__": "__main__"} if names is None else names
-  with as_a_user("error"):
+  with warnings.catch_warnings(action="error"):
     exec(compile(code, "a block", "exec"), names)
   return names
 
@@ -74,10 +66,8 @@ def folder(tmp_path, monkeypatch):
     test_report.write(tmp_path / "runs" / name)
   (sweep,) = [b.code for b in BLOCKS if b.page == "docs/sweep.md" and b.language == "toml"]
   (tmp_path / "sweep.toml").write_text(sweep)
-  before = dict(RECIPES)
-  yield tmp_path
-  for name in RECIPES.keys() - before.keys():
-    del registry.RECIPES[name]
+  with mock.patch.dict(RECIPES):  # puts them back
+    yield tmp_path
 
 
 @of("python")
@@ -87,7 +77,7 @@ def test_python_runs(block, folder, capsys):
   elif "seqio" in block.code:
     if reason := tasks_found.why_not():
       pytest.skip(reason)
-    with as_a_user():
+    with quiet():
       import t5x_tasks  # noqa: F401
     try:
       execute(block.code)
@@ -120,7 +110,7 @@ def test_gin_is_read(block, tmp_path):
   if reason := tasks_found.why_not():
     pytest.skip(reason)
   (tmp_path / "block.gin").write_text(block.code)
-  with as_a_user():
+  with quiet():
     config = gin_files.Config([str(tmp_path)], ["block.gin"], ["VOCABULARY = None"])
   assert not [e for e in config.errors if "is not set" not in e]
 
@@ -210,7 +200,7 @@ def test_runs_of_t5x_are_planned(block, arrived, tmp_path, capsys, monkeypatch):
     flags = [f for f in flags if f != "..."]
     if "--gin_search_paths" not in " ".join(flags):
       flags.append(f"--gin_search_paths={ROOT}")
-    with as_a_user(), t5x_found.closed_loops():
+    with quiet(), t5x_found.closed_loops():
       cli.main(["plan", *flags, "--json"])
     report = json.loads(capsys.readouterr().out)
     expected = r"/checkpoint_|'my_task'" + r"|is not set" * ("..." in argv)
@@ -236,7 +226,7 @@ def test_local_runs_are_made(block, arrived, tmp_path, monkeypatch):
       assert cli.main([command, *argv]) == 0
       continue
     args = cli.parse([command, *argv])[-1]
-    with as_a_user():
+    with quiet():
       if command == "bench":
         bench.workload_of(args)
         continue
@@ -263,10 +253,6 @@ def in_bash(code, folder):
   return done.stdout + done.stderr
 
 
-def sh_of(page):
-  return [b.code for b in BLOCKS if b.page == page and b.language == "sh"]
-
-
 @needs_seqio
 @pytest.mark.slow
 @pytest.mark.parametrize("page, said", [
@@ -275,9 +261,9 @@ def sh_of(page):
   ("examples/own_workload/README.md", "Nothing stands in the way."),
 ])  # fmt: skip
 def test_a_page_runs_as_typed(page, said, folder):
-  module = [b.code for b in BLOCKS if b.page == page and b.language == "python"]
-  (folder / "my_task.py").write_text("".join(module))
-  code = [c for c in sh_of(page) if "my_recipes" not in c]  # tests/test_own_recipe.py types that
+  typed = lambda language: [b.code for b in BLOCKS if (b.page, b.language) == (page, language)]
+  (folder / "my_task.py").write_text("".join(typed("python")))
+  code = [c for c in typed("sh") if "my_recipes" not in c]  # tests/test_own_recipe.py types that
   if page.startswith("examples/"):  # 20 steps in place of 2000
     shutil.copytree((ROOT / page).parent, folder, dirs_exist_ok=True)
     sweep = folder / "sweep.toml"
@@ -306,19 +292,5 @@ def test_a_table_is_complete(page, row, names):
 
 
 @pytest.mark.slow
-def test_the_notebook_runs_and_its_outputs_are_true(monkeypatch, capsys):
-  plt = pytest.importorskip("matplotlib.pyplot")
-  plt.switch_backend("agg")
-  drawn = []
-  monkeypatch.setattr(plt, "show", lambda: drawn.append(plt.gcf()) or plt.close("all"))
-  cells = json.loads(pages.NOTEBOOK.read_text("utf-8"))["cells"]
-  names = {"__name__": "__main__"}
-  without_decimals = lambda text: re.sub(r"\d+\.\d+", "x", text)
-  with plt.rc_context():
-    for cell in cells:
-      if cell["cell_type"] == "code":
-        execute("".join(cell["source"]), names)
-        printed = "".join(t for out in cell["outputs"] for t in out.get("text", ()))
-        said = capsys.readouterr().out
-        assert without_decimals(said) == without_decimals(printed)
-  assert len(drawn) == 3
+def test_the_notebook_runs_and_its_outputs_are_true(capsys):
+  assert pages.run_notebook(pages.NOTEBOOK, execute, capsys)[1] == 3

@@ -20,15 +20,13 @@ from t5x_world import (
   utils,
   world,  # noqa: F401  (a fixture)
 )
-from test_local import EVALUATION, model_of, run_of, train
+from test_local import EVALUATION, IDP, model_of, run_of, train
 from test_t5x_checkpoints import STEP, dense_state, write
 
 from nm_sparsity_jax.trainer import checkpoints
 from nm_sparsity_jax.training import configure
 
 pytestmark = t5x_world.MARKS
-
-IDP = dict(recipe="idp", pattern="1:8", sparse_steps=24, dense_steps=8, finetune_steps=4)
 
 
 def scores_in(folder):
@@ -40,7 +38,7 @@ def scores_in(folder):
 def ran(tmp_path_factory):
   folder = tmp_path_factory.mktemp("run")
   periods = dict(eval_period=13, stats_period=24, metrics_every=None)
-  run = run_of(folder, model_of(**IDP), optimizer=optax.adamw(0.02), **periods)
+  run = run_of(folder, optimizer=optax.adamw(0.02), **periods)
   with jax.numpy_dtype_promotion("strict"):
     assert train.train(run) == 0
   return str(folder / "checkpoint_13")
@@ -70,7 +68,7 @@ def test_t5x_evaluates_a_local_checkpoint_as_a_dense_one(ran, tmp_path):
   assert pathlib.Path(ran, "dataset").is_dir()  # T5X asks for it where its own run starts from this
   beams = 3  # of one beam, test_t5_t5x.py and test_huggingface.py have the greedy texts
   evaluation = functools.partial(EVALUATION, num_decodes=beams)
-  train.evaluate(model_of(**IDP), evaluation, ran, str(tmp_path / "a"))
+  train.evaluate(model_of(), evaluation, ran, str(tmp_path / "a"))
   model = make(None, "ours")
   model.predict_batch_with_aux = functools.partial(model.predict_batch_with_aux, num_decodes=beams)
   evaluated_by_t5x(model, ran, tmp_path / "t5x")
@@ -86,11 +84,11 @@ def test_t5x_evaluates_a_local_checkpoint_as_a_dense_one(ran, tmp_path):
 def test_a_run_starts_from_t5x(tmp_path):
   model, state = dense_state("t5")
   path = write("orbax", model, state, tmp_path / "dense")
-  local = model_of(**IDP)
+  local = model_of()
   params, kept, number = checkpoints.load_initial(str(path), local, jax.random.PRNGKey(0))
   assert number == STEP and kept == {}
   assert_equal(params, state.params)
-  dense = model_of(**(IDP | dict(recipe="dense", pattern=None)))
+  dense = model_of(recipe="dense", pattern=None)
   got = checkpoints.load_for_evaluation(checkpoints.opened(str(path), dense), dense)
   assert_equal(got["params"], state.params)
   with pytest.raises(ValueError, match="is dense"):
@@ -101,9 +99,9 @@ def test_a_sparse_checkpoint_of_t5x_is_evaluated(tmp_path):
   model = make(configure.rules({"ff": None}, **IDP), "ours")
   state = at_step(model, first_state(model), 5)
   path = str(write("orbax", model, state.replace_step(jnp.int32(1005)), tmp_path / "sparse"))
-  local = model_of(**IDP)
+  local = model_of()
   got = checkpoints.load_for_evaluation(checkpoints.opened(path, local), local)
   assert_equal(got["params"], model.effective(state.params, state.flax_mutables))
-  other = model_of(**IDP | dict(pattern="1:4"))
+  other = model_of(pattern="1:4")
   with pytest.raises(ValueError, match=r"the rules \[ff: idp 1:8.*has \[ff: idp 1:4"):
     checkpoints.load_for_evaluation(checkpoints.opened(path, local), other)

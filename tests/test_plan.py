@@ -307,17 +307,12 @@ def test_documented_overrides_of_t5x_are_reported(run_t5x, start):
   assert report["learning_rate"]["last"] == 0.01
 
 
-@pytest.fixture
-def tasks():
-  """`t5x_tasks`; what a test registers again is as it was afterwards."""
-  t5x_tasks = pytest.importorskip("t5x_tasks")
-  yield t5x_tasks
-  tasks_found.register_again()
-
-
 @pytest.mark.t5x
-def test_splits_and_files_of_a_task(run_t5x, start, tasks, tmp_path):
+def test_splits_and_files_of_a_task(run_t5x, start, request, tmp_path):
   import seqio
+
+  tasks = pytest.importorskip("t5x_tasks")
+  request.addfinalizer(tasks_found.register_again)
 
   def of_data(name, **more):
     macros = FINETUNE | start | dict(MIXTURE_OR_TASK_MODULE="t5x_tasks", MIXTURE_OR_TASK_NAME=name)

@@ -11,6 +11,7 @@ import time
 
 import pytest
 import sweep_stub
+import test_runs
 from checkout import ROOT
 
 from nm_sparsity_jax import cli
@@ -161,8 +162,7 @@ def test_a_changed_file_is_refused_where_runs_are_there(here, monkeypatch):
   sweep.read(write(SMALL))
   monkeypatch.setattr(train, "refuse_changed", REFUSE)
   folder = pathlib.Path("out/sr_ste-1_4-seed0")
-  (folder / "checkpoint_3/state").mkdir(parents=True)
-  (folder / "checkpoint_3/state/_METADATA").touch()
+  test_runs.checkpoint(folder, 3)
   assert settings[folder.name]["model"]["num_partitions"] == 3  # as the run has it
   files.write_json(folder / "settings.json", settings[folder.name])
   with pytest.raises(ValueError, match=f"{folder.name}.*sparse_steps was 4, and is 5"):
