@@ -65,27 +65,34 @@ def price(study: Study) -> Figure:
 
 
 def forest(study: Study) -> Figure:
-  """Returns the factors of the hypotheses that are decided, with their intervals."""
-  shown = [
+  """Returns the contrasts of the hypotheses that are decided, with their intervals."""
+  decided = [
     (verdict.hypothesis.name, shown)
     for verdict in statistic.verdicts(study)
     if verdict.word in ("supported", "contradicted")
     for shown in verdict.shown
-    if shown.contrast.measure in ("ln cross-entropy", "ln phoneme error rate")
   ]
-  figure = Figure(figsize=(9.5, 0.8 + 0.36 * len(shown)), layout="constrained")
-  axes = figure.subplots()
-  axes.axvline(1, color="#999999", linewidth=0.8)
-  for y, (_, found) in enumerate(shown):
-    mean, low, high = (math.exp(x) for x in (found.mean, found.low, found.high))
-    colour, fill = ("#009e73",) * 2 if found.says == "holds" else ("#d55e00", "white")
-    axes.errorbar(
-      mean, y, xerr=[[mean - low], [high - mean]], fmt="o", capsize=3, color=colour, mfc=fill
-    )
-  names = (f"{name}: {page.name_of(found.contrast)}" for name, found in shown)
-  axes.set_yticks(range(len(shown)), [textwrap.fill(name, 68) for name in names], fontsize=8)
-  axes.invert_yaxis()
-  axes.set_xlabel("error over that of the control (filled: holds; not filled: fails or open)")
+  panels = {
+    "error over that of the control": ("ln cross-entropy", "ln phoneme error rate"),
+    "points of BLEU over the control": ("BLEU",),
+  }
+  parts = [[(n, x) for n, x in decided if x.contrast.measure in of] for of in panels.values()]
+  figure = Figure(figsize=(9.5, 1.4 + 0.36 * sum(map(len, parts))), layout="constrained")
+  panes = figure.subplots(len(parts), height_ratios=[len(part) for part in parts])
+  for axes, part, label in zip(panes, parts, panels, strict=True):
+    is_points = "BLEU" in label
+    axes.axvline(0 if is_points else 1, color="#999999", linewidth=0.8)
+    for y, (_, found) in enumerate(part):
+      at = (found.mean, found.low, found.high)
+      mean, low, high = at if is_points else map(math.exp, at)
+      colour, fill = ("#009e73",) * 2 if found.says == "holds" else ("#d55e00", "white")
+      axes.errorbar(
+        mean, y, xerr=[[mean - low], [high - mean]], fmt="o", capsize=3, color=colour, mfc=fill
+      )
+    names = (f"{name}: {page.name_of(found.contrast)}" for name, found in part)
+    axes.set_yticks(range(len(part)), [textwrap.fill(name, 68) for name in names], fontsize=8)
+    axes.invert_yaxis()
+    axes.set_xlabel(f"{label} (filled: holds; not filled: fails or open)")
   return figure
 
 

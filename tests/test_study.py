@@ -97,12 +97,11 @@ def test_words_are_tuned_first_by_as_many_settings_and_on_seeds_of_their_own():
 
 # --- the pages --------------------------------------------------------------------------------
 
-RESULTS = (ROOT / "docs/results_appendix.md").read_text("utf8")
 
-
-def part(name):
+def part(name, page="results_appendix"):
   """The cells of each line of a generated table."""
-  lines = RESULTS.partition(f"begin {name}: generated")[2].partition(f"<!-- end {name}")[0]
+  text = (ROOT / f"docs/{page}.md").read_text("utf8")
+  lines = text.partition(f"begin {name}: generated")[2].partition(f"<!-- end {name}")[0]
   rows = [line.strip("|").split(" | ") for line in lines.splitlines() if line.startswith("| ")]
   return [[cell.strip() for cell in row] for row in rows[2:]]
 
@@ -125,6 +124,17 @@ def test_the_pages_are_what_the_records_say(tmp_path):
     assert texts(tmp_path) == texts(ROOT)
 
 
+def test_the_text_says_what_was_decided():
+  """What README, results.md and faq.md say by hand of these verdicts: change both together."""
+  verdicts = {name: word.strip("*") for name, _, word, *_ in part("verdicts")}
+  told = {
+    "supported": "H7 H8 H11 H12 H16 H19 H28", "not decided": "H15",
+    "contradicted": "H9 H13 H14 H23 H25 H26 H27",
+  }  # fmt: skip
+  for word, names in told.items():
+    assert {verdicts[name] for name in names.split()} == {word}
+
+
 def test_cells_by_numpy():
   at = {}
   path = ROOT / "benchmarks/results/recipes_study.jsonl"
@@ -133,10 +143,27 @@ def test_cells_by_numpy():
     at.setdefault(key, {})[record["seed"]] = record
   tables = {said: task for task, said in page.TASKS.items()}
   of = lambda key, name: np.array([found[name] for _, found in sorted(at[key].items())])
-  for task, *cell, count, accuracy, ce, _, bleu, flops, _ in part("cells"):
+  geometric = lambda key, name: np.exp(np.log(of(key, name)).mean())
+  for task, *cell, count, accuracy, ce, wrong, bleu, flops, _ in part("cells"):
     key = tables[task], *cell
     assert accuracy == f"{100 * of(key, 'accuracy').mean():.2f}" and count == f"{len(at[key])}"
-    assert ce == f"{np.exp(np.log(of(key, 'cross_entropy')).mean()):.4f}"
+    assert ce == f"{geometric(key, 'cross_entropy'):.4f}"
     assert flops == f"{of(key, 'flops')[0] / 1e12:.2f}"
+    if wrong:
+      assert wrong == f"{100 * geometric(key, 'phoneme_error_rate'):.2f}"
     if bleu:
       assert bleu == f"{of(key, 'bleu').mean():.2f}"
+
+  # The table of choice: the mean, its interval by Student's t with 7 degrees, and the price.
+  dense = of(("cmudict", "-", "dense, tuned again on words", "1000"), "flops")[0]
+  rows = {row: cells for row, *cells, _ in part("choice", "results")}
+  for name in ("sr_ste", "sr_ste, decoupled", "s_ste", "mdgf_linear, straight-through"):
+    for pattern, where, cell in (
+      ("1:8", "tuned at 1:8", rows[name][1]), ("1:16", "tuned again on words", rows[name][2]),
+    ):  # fmt: skip
+      key = "cmudict", pattern, f"{name}, {where}", "1000"
+      x = np.log(of(key, "phoneme_error_rate"))
+      half = 2.364624 * x.std(ddof=1) / 8**0.5
+      mean, *ends = 100 * np.exp(x.mean() + np.array([0, -half, half]))
+      said = f"{mean:.1f} ({ends[0]:.1f} to {ends[1]:.1f})"
+      assert cell == f"{said}, {of(key, 'flops')[0] / dense:.2f}"
