@@ -90,7 +90,8 @@ WORDS = Subject(
 TRANSLATION = Subject(
   "debian_ende", "1500",
   {"1:8": ", tuned on translation at 1:8", "1:16": ", tuned on translation"},
-  ("dense", "dense of width 69", "dense of width 64", *SPARSE),
+  ("dense", "dense of width 69", "dense of width 64", "sr_ste", "sr_ste, larger lambda",
+   *SPARSE[1:]),
 )  # fmt: skip
 # The paper's claim, the hypotheses that ask it here, and what a reader must know of them.
 CLAIMS = (
