@@ -18,7 +18,7 @@ from matplotlib.figure import Figure
 # Colours that most colour-blind people tell apart.
 COLOURS = {
   "dense": "#222222", "sr_ste": "#d55e00", "mdgf_linear": "#009e73",
-  "s_ste": "#0072b2",
+  "mdgf_exponential": "#cc79a7", "s_ste": "#0072b2",
 }  # fmt: skip
 STYLE = {
   "svg.fonttype": "none",  # text stays text
@@ -52,6 +52,8 @@ def price(study: Study) -> Figure:
         label="dense, as small as the sparse" if row in page.SMALL else row,
       )  # fmt: skip
       offset, side = ((-6, 4), "right") if row == "sr_ste" else ((6, 4), "left")
+      if "decoupled" in form:
+        offset = (6, -10)
       axes.annotate(
         f"{mean:.1f}", (x, mean), offset, textcoords="offset points", ha=side, color=colour
       )
