@@ -103,7 +103,7 @@ CLAIMS = (
    ("H1", "H7", "H11", "H12", "H13", "H14", "H24", "H25"),
    "H14, H24 and H25 (translation) over a tuned SR-STE, the others over one at lambda 2e-4"),
   ("High sparsity makes gradients noisier, and decay takes noise away.", ("H4", "H10", "H22"),
-   "at the same loss; only in H22 are both sparse by then, and H10 speaks against it at 1:8"),
+   "at the same loss; only in H22 are both sparse by then"),
   ("The gain grows with sparsity.", ("H5", "H9", "H18"),
    "160 symbols at 1:16 (H9) are a floor for all rows"),
   ("The recipes are better at the same training FLOPs.", ("H6", "H17"), "H17 of words, all tuned"),

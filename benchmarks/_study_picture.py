@@ -75,7 +75,11 @@ def forest(study: Study) -> Figure:
     for shown in verdict.shown
   ]
   panels = {
-    "error over that of the control": ("ln cross-entropy", "ln phoneme error rate"),
+    "error, or noise, over that of the control": (
+      "ln cross-entropy",
+      "ln phoneme error rate",
+      "ln noise of hard masks",
+    ),
     "points of BLEU over the control": ("BLEU",),
   }
   parts = [[(n, x) for n, x in decided if x.contrast.measure in of] for of in panels.values()]
