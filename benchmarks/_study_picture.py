@@ -20,6 +20,8 @@ COLOURS = {
   "dense": "#222222", "sr_ste": "#d55e00", "mdgf_linear": "#009e73",
   "mdgf_exponential": "#cc79a7", "s_ste": "#0072b2",
 }  # fmt: skip
+# Where the scores of near rows stand, so that none covers another.
+BESIDE = {"sr_ste": ((-6, 4), "right"), "sr_ste, decoupled": ((6, -10), "left")}
 STYLE = {
   "svg.fonttype": "none",  # text stays text
   "svg.hashsalt": "nm-sparsity-jax",  # the same records give the same file
@@ -51,9 +53,7 @@ def price(study: Study) -> Figure:
         mfc="white" if is_hollow else colour,
         label="dense, as small as the sparse" if row in page.SMALL else row,
       )  # fmt: skip
-      offset, side = ((-6, 4), "right") if row == "sr_ste" else ((6, 4), "left")
-      if "decoupled" in form:
-        offset = (6, -10)
+      offset, side = BESIDE.get(row, ((6, 4), "left"))
       axes.annotate(
         f"{mean:.1f}", (x, mean), offset, textcoords="offset points", ha=side, color=colour
       )
