@@ -151,7 +151,7 @@ def assert_same(found, expected, atol=0):
 
 def steps_of(command, kill_at=None):
   """Runs a program that prints 'step 1' and so on; returns its exit code and its steps."""
-  env, steps = os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}"}, []
+  env, steps = os.environ | {"PYTHONPATH": str(ROOT)}, []
   with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=env) as process:
     for line in process.stdout:
       if line.startswith("step"):
