@@ -67,22 +67,19 @@ def price(study: Study) -> Figure:
 
 
 def forest(study: Study) -> Figure:
-  """Returns the contrasts of the hypotheses that are decided, with their intervals."""
+  """Returns the contrasts of tuned rows that are decided, with their intervals."""
   decided = [
     (verdict.hypothesis.name, shown)
     for verdict in statistic.verdicts(study)
     if verdict.word in ("supported", "contradicted")
     for shown in verdict.shown
+    if "tuned" in shown.contrast.pair.row.row
   ]
   panels = {
-    "error, or noise, over that of the control": (
-      "ln cross-entropy",
-      "ln phoneme error rate",
-      "ln noise of hard masks",
-    ),
-    "points of BLEU over the control": ("BLEU",),
+    "wrong phonemes, over those of the control": "ln phoneme error rate",
+    "points of BLEU over the control": "BLEU",
   }
-  parts = [[(n, x) for n, x in decided if x.contrast.measure in of] for of in panels.values()]
+  parts = [[(n, x) for n, x in decided if x.contrast.measure == of] for of in panels.values()]
   figure = Figure(figsize=(9.5, 1.4 + 0.36 * sum(map(len, parts))), layout="constrained")
   panes = figure.subplots(len(parts), height_ratios=[len(part) for part in parts])
   for axes, part, label in zip(panes, parts, panels, strict=True):

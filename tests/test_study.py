@@ -6,6 +6,7 @@ import itertools
 from types import SimpleNamespace
 from xml.etree import ElementTree
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ _study = importlib.import_module("_study")
 noise = importlib.import_module("_study_noise")
 page = importlib.import_module("_study_page")
 recipes = importlib.import_module("recipes")
+train = importlib.import_module("_recipes_train")
 statistic = importlib.import_module("_study_statistics")
 
 # --- statistics -------------------------------------------------------------------------------
@@ -95,6 +97,30 @@ def test_words_are_tuned_first_by_as_many_settings_and_on_seeds_of_their_own():
   assert not seeds[True] & seeds[False]
 
 
+def share(row, pattern, steps):
+  """How much of a weight takes part, a mean over steps of n / m + D * (1 - n / m)."""
+  (recipe,) = set(train.rules_of(("ff",), row, pattern, steps).places.values())
+  d = np.asarray(jax.vmap(recipe.decay)(jnp.arange(steps)))
+  density = np.concatenate([
+    np.full(each.stop - each.start, each.pattern.n / each.pattern.m if each.pattern else 1.0)
+    for each in recipe.timeline()
+  ])
+  return np.mean(density + d * (1 - density))
+
+
+def test_a_control_that_is_matched_takes_part_as_much():
+  study = _study.study()
+  matched = [name for name, said in study.declared["hypotheses"].items() if said.get("matched")]
+  contrasts = [each for name in matched for each in study.hypotheses[name].contrasts]
+  pairs = {pair for each in contrasts for pair in (each.pair, each.beyond) if pair}
+  at = {(row.row, over.row, row.pattern, int(row.budget)) for row, over in pairs}
+  at |= {(row, over, "1:16", 540) for row, over in recipes.MATCHED.items()}
+  assert len(at) > 20
+  for row, over, pattern, steps in at:
+    one, other = (share(study.rows[name], pattern, steps) for name in (row, over))
+    assert abs(one - other) < study.declared["matched_within"], (row, over, pattern)
+
+
 # --- the pages --------------------------------------------------------------------------------
 
 
@@ -144,15 +170,15 @@ def test_cells_by_numpy():
   tables = {said: task for task, said in page.TASKS.items()}
   of = lambda key, name: np.array([found[name] for _, found in sorted(at[key].items())])
   geometric = lambda key, name: np.exp(np.log(of(key, name)).mean())
-  for task, *cell, count, accuracy, ce, wrong, bleu, flops, _ in part("cells"):
+  for task, *cell, count, accuracy, ce, wrong, bleu, entries, flops, _ in part("cells"):
     key = tables[task], *cell
     assert accuracy == f"{100 * of(key, 'accuracy').mean():.2f}" and count == f"{len(at[key])}"
     assert ce == f"{geometric(key, 'cross_entropy'):.4f}"
     assert flops == f"{of(key, 'flops')[0] / 1e12:.2f}"
     if wrong:
       assert wrong == f"{100 * geometric(key, 'phoneme_error_rate'):.2f}"
-    if bleu:
-      assert bleu == f"{of(key, 'bleu').mean():.2f}"
+    for said, name in ((bleu, "bleu"), (entries, "bleu_dictionary")):
+      assert not said or said == f"{of(key, name).mean():.2f}"
 
   # The table of choice: the mean, its interval by Student's t with 7 degrees, and the price.
   dense = of(("cmudict", "-", "dense, tuned again on words", "1000"), "flops")[0]
