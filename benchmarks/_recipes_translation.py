@@ -179,8 +179,6 @@ def train(task_name: str, row, pattern: str, steps: int, seed: int) -> dict[str,
   start = start_of(task)
   began = time.process_time()
   settings: dict[str, Any] = {"RECIPE": row.recipe, "LEARNING_RATE": row.rate or task.rate}
-  if row.constant:
-    settings["LEARNING_RATE_FACTORS"] = "constant * linear_warmup"
   if row.sparse:
     fields = {"lam": row.lam, "decoupled": row.decoupled or None}
     settings |= {

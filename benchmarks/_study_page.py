@@ -204,6 +204,11 @@ def price(cell: Cell, dense: Cell, study: Study) -> float:
   return flops / most
 
 
+def score_and_price(cell: Cell, dense: Cell, study: Study) -> str:
+  mean, low, high = score(cell, study)
+  return f"{mean:.1f} ({low:.1f} to {high:.1f}), {price(cell, dense, study):.2f}"
+
+
 def program(rows: Mapping[str, Row]) -> str:
   """Returns the rates and the code of a row, in a program of T steps and the pattern P.
 
@@ -241,8 +246,7 @@ def choice(study: Study, subject: Subject, rows: Sequence[str], cell_of) -> list
     for pattern, cell in at.items():
       dense = cell_of(rows[0], pattern)
       if is_whole(cell, study) and is_whole(dense, study):
-        mean, low, high = score(cell, study)
-        scores[pattern] = f"{mean:.1f} ({low:.1f} to {high:.1f}), {price(cell, dense, study):.2f}"
+        scores[pattern] = score_and_price(cell, dense, study)
     trained = {pattern: row_of(study, cell.row) for pattern, cell in at.items()}
     trained = {pattern: each for pattern, each in trained.items() if each}
     cells = [scores.get(pattern, "" if pattern in at else "–") for pattern in subject.suffixes]
@@ -250,14 +254,41 @@ def choice(study: Study, subject: Subject, rows: Sequence[str], cell_of) -> list
   return table(["", *subject.suffixes, "how"], lines)
 
 
+def advice(study: Study) -> list[str]:
+  """Returns the sparse row with the best score at each start and pattern, and what it costs."""
+  _, times = packed_times()
+  lines = []
+  for start, subject, best_of in (
+    ("from scratch: % of wrong phonemes", WORDS, min),
+    ("from a dense network: BLEU", TRANSLATION, max),
+  ):
+    for pattern in ("1:8", "1:16"):
+      rows = [row for row in subject.rows if pattern in subject.patterns(row)]
+      cells = {row: subject.tuned(row, pattern) for row in rows}
+      cells = {row: cell for row, cell in cells.items() if is_whole(cell, study)}
+      sparse = (row for row in cells if not row.startswith("dense"))
+      best = best_of(sparse, key=lambda row: score(cells[row], study)[0])
+      small = next(row for row in cells if row in SMALL)
+      said = [score_and_price(cells[row], cells["dense"], study) for row in (best, small, "dense")]
+      lines.append([start, pattern, f"`{best}`", said[0], f"{times[pattern]:.1f}", *said[1:]])
+  head = ("you train", "at", "best sparse row", "it has", "times as fast", "small dense", "dense")
+  return table(head, lines)
+
+
+def packed_times() -> tuple[Mapping[str, Any], Mapping[str, float]]:
+  """Returns the record of benchmarks/packed.py, and pattern -> times as fast, for one row."""
+  record = json.loads((RESULTS / "packed_cpu.json").read_text())
+  found = (x for x in record["rows"] if (x["backend"], x["rows"]) == ("cpu_ffi", 1))
+  return record, {x["pattern"]: x["mean"] for x in found}
+
+
 def packed_weights() -> list[str]:
   """Returns what packed float32 weights cost, by the records of benchmarks/packed.py."""
-  record = json.loads((RESULTS / "packed_cpu.json").read_text())
-  times = {(x["backend"], x["pattern"], x["rows"]): x["mean"] for x in record["rows"]}
+  record, times = packed_times()
   size = lambda pattern: packed.pack(jnp.zeros((1024, 1024)), pattern).nbytes / 2**22
   lines = [
     ["bytes, of dense", *(f"{size(pattern):.2f}" for pattern in PATTERNS)],
-    ["times as fast", *(f"{times['cpu_ffi', pattern, 1]:.1f}" for pattern in PATTERNS)],
+    ["times as fast", *(f"{times[pattern]:.1f}" for pattern in PATTERNS)],
   ]
   return [
     "Packed weights, float32, in products with one row of inputs on one core "
@@ -448,20 +479,6 @@ def rebus(study: Study) -> list[str]:
   return table(head, lines)
 
 
-def readme(study: Study) -> list[str]:
-  """Returns README's lines: the two best tuned rows on held-out words, and the wide dense one."""
-  lines = []
-  for pattern in ("1:8", "1:16"):
-    rows = [row for row in WORDS.rows if pattern in WORDS.patterns(row)]
-    cells = {row: WORDS.tuned(row, pattern) for row in rows}
-    scores = {row: score(cell, study) for row, cell in cells.items() if is_whole(cell, study)}
-    say = lambda row: "`{}` {:.1f} % ({:.1f} to {:.1f})".format(row, *scores[row])
-    best, second, *_ = sorted(scores, key=scores.__getitem__)
-    wide = say("dense")
-    lines.append(f"- **{pattern}:** {say(best)}, then {say(second)}; wide {wide}.")
-  return lines
-
-
 def amount(study: Study) -> list[str]:
   """Says what the declared runs took."""
   mine = [study.records[run] for run in study.queue if run in study.records]
@@ -473,6 +490,7 @@ def pages(study: Study) -> dict[str, dict[str, list[str]]]:
   """Returns page -> part -> its lines."""
   verdicts = statistic.verdicts(study)
   results = {
+    "advice": advice(study),
     "choice": choice(study, WORDS, WORDS.rows, WORDS.tuned),
     "translation": choice(study, TRANSLATION, TRANSLATION.rows, TRANSLATION.tuned),
     "packed": packed_weights(),
@@ -503,5 +521,5 @@ def pages(study: Study) -> dict[str, dict[str, list[str]]]:
   return {
     "docs/results.md": results,
     "docs/results_appendix.md": appendix,
-    "README.md": {"words": readme(study)},
+    "README.md": {"advice": advice(study)},
   }

@@ -3,6 +3,7 @@
 import functools
 import importlib
 import itertools
+import re
 from types import SimpleNamespace
 from xml.etree import ElementTree
 
@@ -101,10 +102,12 @@ def share(row, pattern, steps):
   """How much of a weight takes part, a mean over steps of n / m + D * (1 - n / m)."""
   (recipe,) = set(train.rules_of(("ff",), row, pattern, steps).places.values())
   d = np.asarray(jax.vmap(recipe.decay)(jnp.arange(steps)))
-  density = np.concatenate([
-    np.full(each.stop - each.start, each.pattern.n / each.pattern.m if each.pattern else 1.0)
-    for each in recipe.timeline()
-  ])
+  density = np.concatenate(
+    [
+      np.full(each.stop - each.start, each.pattern.n / each.pattern.m if each.pattern else 1.0)
+      for each in recipe.timeline()
+    ]
+  )
   return np.mean(density + d * (1 - density))
 
 
@@ -151,14 +154,33 @@ def test_the_pages_are_what_the_records_say(tmp_path):
 
 
 def test_the_text_says_what_was_decided():
-  """What README, results.md and faq.md say by hand of these verdicts: change both together."""
+  """What the pages say by hand of verdicts and contrasts: change both together."""
   verdicts = {name: word.strip("*") for name, _, word, *_ in part("verdicts")}
   told = {
     "supported": "H7 H8 H11 H12 H16 H19 H28", "not decided": "H15",
-    "contradicted": "H9 H13 H14 H22 H23 H24 H25 H26 H27 H29",
+    "contradicted": "H9 H13 H14 H17 H22 H23 H24 H25 H26 H27 H29",
   }  # fmt: skip
   for word, names in told.items():
     assert {verdicts[name] for name in names.split()} == {word}
+
+  # A sentence that names hypotheses has means of their contrasts, with or without the interval.
+  number = r"-?\d+\.\d+"
+  means = {}
+  for name, *_, mean, _, _, _ in part("contrasts"):
+    x, low, high = map(float, re.findall(number, mean))
+    means.setdefault(name, []).extend([(x, low, high), (-x, -high, -low)])  # ahead, or behind
+  text = (ROOT / "docs/results.md").read_text("utf8").partition("## The paper's claims")[0]
+  quoted = 0
+  for sentence in re.split(r"\. |\|", " ".join(text.split())):
+    names = re.findall(r"\bH\d+\b", sentence)
+    for found in re.findall(rf"({number})(?: points)?(?: \(({number}) to ({number})\))?", sentence):
+      said = [x for x in found if x and x not in ("0.0002", "0.02")]  # lambdas
+      if names and said:
+        near = lambda x, y: abs(float(x) - y) <= 0.51 * 10.0 ** -len(x.partition(".")[2])
+        shown = (each for name in names for each in means[name])
+        assert any(all(map(near, said, each)) for each in shown), sentence
+        quoted += 1
+  assert quoted >= 8
 
 
 def test_cells_by_numpy():

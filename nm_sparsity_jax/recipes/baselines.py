@@ -73,7 +73,7 @@ class SrSte(Recipe):
   Tune lam together with the rate. A rule: masks should flip no faster than those of dense weights,
   but not much slower (Hu et al., "Accelerating transformer pre-training with 2:4 sparsity", ICML
   2024, arXiv:2404.01847, who keep the term in the gradient). It gave the default of 0.2 at a rate
-  of 2e-3. At rates from 8e-3 on the studies of docs/results.md chose 2.
+  of 2e-3 (docs/core.md).
 
   References: Zhou et al., "Learning N:M fine-grained structured sparse neural networks from
   scratch", ICLR 2021, arXiv:2102.04010; Loshchilov and Hutter, "Decoupled weight decay
