@@ -162,7 +162,8 @@ def name_of(contrast: Contrast) -> str:
   """Says which cells a contrast compares."""
   row, over = contrast.pair
   names = lambda pair: f"{bare(pair.row.row)} over {bare(pair.over.row)}"
-  text = f"{TASKS[row.task]}, {row.pattern}: {names(contrast.pair)}"
+  at = "" if row.pattern == "-" else f", {row.pattern}"
+  text = f"{TASKS[row.task]}{at}: {names(contrast.pair)}"
   if over.pattern not in (row.pattern, "-"):
     text += f" at {over.pattern}"
   if row.budget != over.budget:
