@@ -260,8 +260,8 @@ def advice(study: Study) -> list[str]:
   _, times = packed_times()
   lines = []
   for start, subject, best_of in (
-    ("from scratch: % of wrong phonemes", WORDS, min),
-    ("from a dense network: BLEU", TRANSLATION, max),
+    ("from scratch: wrong phonemes in %, less is better", WORDS, min),
+    ("from a dense network: BLEU, more is better", TRANSLATION, max),
   ):
     for pattern in ("1:8", "1:16"):
       rows = [row for row in subject.rows if pattern in subject.patterns(row)]
@@ -271,8 +271,12 @@ def advice(study: Study) -> list[str]:
       best = best_of(sparse, key=lambda row: score(cells[row], study)[0])
       small = next(row for row in cells if row in SMALL)
       said = [score_and_price(cells[row], cells["dense"], study) for row in (best, small, "dense")]
-      lines.append([start, pattern, f"`{best}`", said[0], f"{times[pattern]:.1f}", *said[1:]])
-  head = ("you train", "at", "best sparse row", "it has", "times as fast", "small dense", "dense")
+      row = row_of(study, cells[best].row)
+      name = f"`{row.recipe}`{', decoupled' if row.decoupled else ''}"
+      name += "" if row.lam is None else f", lambda {row.lam:g}"
+      lines.append([start, pattern, name, said[0], f"{times[pattern]:.1f}", *said[1:]])
+  dense = (f"{size} dense: score, FLOPs" for size in ("small", "wide"))
+  head = ("training", "pattern", "best sparse recipe", "score, FLOPs", "times as fast", *dense)
   return table(head, lines)
 
 
