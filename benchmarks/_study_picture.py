@@ -21,7 +21,12 @@ COLOURS = {
   "mdgf_exponential": "#cc79a7", "s_ste": "#0072b2",
 }  # fmt: skip
 # Where the scores of near rows stand, so that none covers another.
-BESIDE = {"sr_ste": ((-6, 4), "right"), "sr_ste, decoupled": ((6, -10), "left")}
+BESIDE = {
+  ("sr_ste", "1:8"): ((-6, 4), "right"), ("sr_ste", "1:16"): ((-6, 4), "right"),
+  ("sr_ste, decoupled", "1:8"): ((6, -10), "left"),
+  ("sr_ste, decoupled", "1:16"): ((6, -10), "left"),
+  (page.CHOSEN, "1:8"): ((3, -17), "left"),
+}  # fmt: skip
 STYLE = {
   "svg.fonttype": "none",  # text stays text
   "svg.hashsalt": "nm-sparsity-jax",  # the same records give the same file
@@ -53,7 +58,7 @@ def price(study: Study) -> Figure:
         mfc="white" if is_hollow else colour,
         label="dense, as small as the sparse" if row in page.SMALL else row,
       )  # fmt: skip
-      offset, side = BESIDE.get(row, ((6, 4), "left"))
+      offset, side = BESIDE.get((row, pattern), ((6, 4), "left"))
       axes.annotate(
         f"{mean:.1f}", (x, mean), offset, textcoords="offset points", ha=side, color=colour
       )
