@@ -81,8 +81,6 @@ class Subject(NamedTuple):
 
   def patterns(self, row: str) -> Sequence[str]:
     """Returns the patterns that a row is compared at: one, where it is small."""
-    if row == CHOSEN:
-      return ("1:8", "1:16")
     return (SMALL[row][1],) if row in SMALL else tuple(self.suffixes)
 
 
@@ -273,10 +271,11 @@ def advice(study: Study) -> list[str]:
       said = [score_and_price(cells[row], cells["dense"], study) for row in (best, small, "dense")]
       row = row_of(study, cells[best].row)
       name = f"`{row.recipe}`{', decoupled' if row.decoupled else ''}"
+      name += f", {row.gradient}" if row.gradient else ""
       name += "" if row.lam is None else f", lambda {row.lam:g}"
-      lines.append([start, pattern, name, said[0], f"{times[pattern]:.1f}", *said[1:]])
+      lines.append([start, pattern, name, said[0], f"{times[pattern]:.1f} times", *said[1:]])
   dense = (f"{size} dense: score, FLOPs" for size in ("small", "wide"))
-  head = ("training", "pattern", "best sparse recipe", "score, FLOPs", "times as fast", *dense)
+  head = ("training", "pattern", "best sparse recipe", "score, FLOPs", "its kernels", *dense)
   return table(head, lines)
 
 
@@ -495,7 +494,7 @@ def pages(study: Study) -> dict[str, dict[str, list[str]]]:
   """Returns page -> part -> its lines."""
   verdicts = statistic.verdicts(study)
   results = {
-    "advice": advice(study),
+    "advice": (advised := advice(study)),
     "choice": choice(study, WORDS, WORDS.rows, WORDS.tuned),
     "translation": choice(study, TRANSLATION, TRANSLATION.rows, TRANSLATION.tuned),
     "packed": packed_weights(),
@@ -526,5 +525,5 @@ def pages(study: Study) -> dict[str, dict[str, list[str]]]:
   return {
     "docs/results.md": results,
     "docs/results_appendix.md": appendix,
-    "README.md": {"advice": advice(study)},
+    "README.md": {"advice": advised},
   }
