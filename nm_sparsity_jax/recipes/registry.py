@@ -79,6 +79,6 @@ def recipe(
   try:
     call = inspect.signature(cls).bind(pattern=pattern, phases=phases, **given)
   except TypeError as e:
-    fields = ", ".join(inspect.signature(cls).parameters)
-    raise ValueError(f"the recipe {name!r} {e}: its fields are {fields}.") from None
+    names = ", ".join(inspect.signature(cls).parameters)
+    raise ValueError(f"the recipe {name!r} {e}: its fields are {names}.") from None
   return cls(**call.kwargs)
