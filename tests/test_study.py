@@ -204,8 +204,8 @@ def test_cells_by_numpy():
     if wrong:
       assert wrong == f"{100 * geometric(key, 'phoneme_error_rate'):.2f}"
     for said, name in ((bleu, "bleu"), (entries, "bleu_dictionary")):
-      is_there = task == "translation" or task.startswith("translation, ")
-      assert said == (f"{of(key, name).mean():.2f}" if is_there else "")
+      is_translated = task.startswith("translation")
+      assert said == (f"{of(key, name).mean():.2f}" if is_translated else "")
 
   # The table of choice: the mean, its interval by Student's t with 7 degrees, and the price.
   dense = of(("cmudict", "-", "dense, tuned again on words", "1000"), "flops")[0]
